@@ -1,7 +1,7 @@
 """ContextParallel: shards in one process against one rank; over processes, the time of exchanges.
 
     python -m benchmarks.bench_context_parallel [--device cuda] [--seqs 8] [--tokens 8192]
-    torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel --tokens 8192
+    torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel [--device cuda] --tokens 8192
 
 Decode steps of 32 query heads over 8 KV heads of size 128, bfloat16. Arms run in turns. Medians and
 smallest times are printed, in us, and medians as a multiple of one rank's.
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import harness
 from vllm_kernels import combine_attn_partials, paged_attention
 from vllm_kernels.distributed import ContextParallel
 
@@ -50,18 +51,24 @@ def pool(shards: int, seqs: int, tokens: int, device: str) -> tuple[Tensor, Tens
 
 
 def in_one_process(seqs: int, tokens: int, device: str, rounds: int) -> None:
+    """Times shards in turn, one shard beside as many tokens of one rank, and merges."""
     query = torch.randn(seqs, HEADS, SIZE, dtype=torch.bfloat16, device=device)
     lens = torch.full((seqs,), tokens, dtype=torch.int32, device=device)
     arms: dict[str, Callable[[], object]] = {}
     keys, values, tables = pool(1, seqs, tokens, device)
-    arms["one rank"] = lambda: paged_attention(
-        query, keys[0], values[0], tables[0], lens, layout="HND"
-    )
+    whole = keys[0], values[0], tables[0]
+    arms["one rank"] = lambda: paged_attention(query, *whole, lens, layout="HND")
     for shards in (2, 4, 8):
         parallel = ContextParallel(shards=shards)
         cache, local = pool(shards, seqs, tokens, device), parallel.local_lens(lens)
         arms[f"{shards} shards"] = lambda p=parallel, c=cache, n=local: p.attend(  # type: ignore[misc]
             query, *c, n, layout="HND"
+        )
+        arms[f"1 of {shards}, lse"] = lambda c=cache, n=local: paged_attention(  # type: ignore[misc]
+            query, *(x[0] for x in c), n[0], layout="HND", return_lse=True
+        )
+        arms[f"1/{shards} of tokens"] = lambda n=local: paged_attention(  # type: ignore[misc]
+            query, *whole, n[0], layout="HND"
         )
         partials = torch.randn(shards, *query.shape, dtype=torch.bfloat16, device=device)
         lses = torch.randn(shards, seqs, HEADS, device=device)
@@ -69,18 +76,28 @@ def in_one_process(seqs: int, tokens: int, device: str, rounds: int) -> None:
         arms[f"merge of {shards}"] = lambda o=out, x=partials, y=lses: combine_attn_partials(  # type: ignore[misc]
             o, x, y
         )
-    times = timed(arms, rounds, device)
+    if device == "cuda":  # graphs, timed by events
+        calls: dict[str, Callable[[int], object]] = {
+            name: lambda _, c=call: c() for name, call in arms.items()
+        }
+        seconds = harness.medians(calls, device, 1)
+        times = {name: (each * 1e6, each * 1e6) for name, each in seconds.items()}
+    else:
+        times = timed(arms, rounds, device)
+    print(f"{seqs} sequences of {tokens} tokens")
     for name, (us, least) in times.items():
-        print(f"{name:12} {us:9.1f} us, at least {least:9.1f}, {us / times['one rank'][0]:.3f}")
+        print(f"{name:16} {us:9.1f} us, at least {least:9.1f}, {us / times['one rank'][0]:.3f}")
 
 
-def in_processes(seqs: int, tokens: int, rounds: int) -> None:
-    dist.init_process_group("gloo")
+def in_processes(seqs: int, tokens: int, device: str, rounds: int) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     assert dist.group.WORLD is not None
     parallel = ContextParallel(dist.group.WORLD)
-    query = torch.randn(seqs, HEADS // parallel.size, SIZE, dtype=torch.bfloat16)
-    keys, values, tables = (x[0] for x in pool(parallel.size, seqs, tokens, "cpu"))
-    local = parallel.local_lens(torch.full((seqs,), tokens))
+    query = torch.randn(seqs, HEADS // parallel.size, SIZE, dtype=torch.bfloat16, device=device)
+    keys, values, tables = (x[0] for x in pool(parallel.size, seqs, tokens, device))
+    local = parallel.local_lens(torch.full((seqs,), tokens, device=device))
     everyone = query.repeat(1, parallel.size, 1)
     arms: dict[str, Callable[[], object]] = {
         "attention alone": lambda: paged_attention(
@@ -91,7 +108,7 @@ def in_processes(seqs: int, tokens: int, rounds: int) -> None:
         arms[exchange] = lambda e=exchange: parallel.attend(  # type: ignore[misc]
             query, keys, values, tables, local, layout="HND", exchange=e
         )
-    for name, (us, least) in timed(arms, rounds, "cpu").items():
+    for name, (us, least) in timed(arms, rounds, device).items():
         if dist.get_rank() == 0:
             print(f"{name:16} {us:9.1f} us, at least {least:9.1f}")
     dist.destroy_process_group()
@@ -108,7 +125,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     if "RANK" in os.environ:
-        in_processes(arguments.seqs, arguments.tokens, arguments.rounds)
+        in_processes(arguments.seqs, arguments.tokens, arguments.device, arguments.rounds)
     else:
         in_one_process(arguments.seqs, arguments.tokens, arguments.device, arguments.rounds)
 

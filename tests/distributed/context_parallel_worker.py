@@ -1,7 +1,7 @@
-"""One rank of test_processes.py: ``context_parallel_worker.py FOLDER``, with torchrun's variables.
+"""One rank of test_processes.py: ``context_parallel_worker.py FOLDER DEVICE``, by torchrun.
 
-It writes a line per result to the file ``RANK`` in the folder. Rank 3 then ends in the middle of
-the calls.
+It writes a line per result to the file ``RANK`` in the folder. On CPUs, rank 3 then ends in the
+middle of the calls. On GPUs, the ranks replay a CUDA graph of a call and its collectives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from shards import Dealt, dealt_case  # noqa: E402
 
 from vllm_kernels.distributed import ContextParallel  # noqa: E402
 
-RANK, FOLDER = int(os.environ["RANK"]), Path(sys.argv[1])
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+FOLDER, DEVICE = Path(sys.argv[1]), sys.argv[2]
 LENS, CHUNKS = [1, 7, 40, 129], [1, 5, 40, 3]
 
 
@@ -51,26 +52,36 @@ def check(group: dist.ProcessGroup, exchange: str, kv_heads: int, dtype: torch.d
     parallel = ContextParallel(group, interleave=3)
     for queries in (None, CHUNKS):
         dealt = dealt_case(
-            shared, LENS, queries, dtype=dtype, kv_heads=kv_heads, heads=12, sinks=torch.randn(12)
-        )
-        lens = torch.tensor(LENS) - torch.tensor(queries or [0])
+            shared, LENS, queries, DEVICE, dtype, kv_heads, heads=12,
+            sinks=torch.randn(12).to(DEVICE),
+        )  # fmt: skip
+        lens = (torch.tensor(LENS) - torch.tensor(queries or [0])).to(DEVICE)
         assert torch.equal(parallel.local_lens(lens), shared.local_lens(lens)[group.rank()])
         dealt.check(*attend(parallel, dealt, exchange))
     tell(f"{group.size()} {exchange} {kv_heads} {dtype}")
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    world = dist.group.WORLD
-    assert world is not None
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for group in (pairs[RANK // 2], world):
-        for exchange in ("all_to_all", "gather"):
-            for kv_heads in (1, 2, 6):  # of 12 heads: 3 heads a rank have parts of 2 KV heads
-                check(group, exchange, kv_heads, torch.float32)
-            check(group, exchange, 2, torch.bfloat16)
-    dist.barrier()
+def replay(group: dist.ProcessGroup, exchange: str) -> None:
+    """A CUDA graph of a decode step, replayed with other queries and shorter sequences."""
+    torch.manual_seed(8)
+    shared = ContextParallel(shards=group.size(), interleave=3)
+    parallel = ContextParallel(group, interleave=3)
+    dealt = dealt_case(shared, LENS, None, DEVICE, torch.bfloat16, 2, heads=12)
+    attend(parallel, dealt, exchange)  # NCCL connects
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, heads = attend(parallel, dealt, exchange)
+    shorter = torch.tensor([1, 6, 33, 128], dtype=torch.int32, device=DEVICE)
+    dealt.case.query.copy_(torch.randn_like(dealt.case.query))
+    dealt.case.seq_lens.copy_(shorter)
+    dealt.local_lens.copy_(shared.local_lens(shorter))
+    graph.replay()
+    dealt.check(got, heads)
+    tell(f"graph {exchange}")
+
+
+def end_in_the_middle(world: dist.ProcessGroup) -> None:
     begin = time.monotonic()
     try:
         for step in range(1000):
@@ -79,6 +90,29 @@ def main() -> None:
             check(world, "all_to_all", 2, torch.float32)
     except RuntimeError as error:
         tell(f"raised {'gloo' in str(error)} {time.monotonic() - begin:.1f}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(RANK)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    world = dist.group.WORLD
+    assert world is not None
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, SIZE, 2)]
+    for group in (pairs[RANK // 2], world) if SIZE > 2 else (world,):
+        for exchange in ("all_to_all", "gather"):
+            for kv_heads in (1, 2, 6):  # of 12 heads: 3 heads a rank have parts of 2 KV heads
+                check(group, exchange, kv_heads, torch.float32)
+            check(group, exchange, 2, torch.bfloat16)
+    dist.barrier()
+    if DEVICE == "cpu":
+        end_in_the_middle(world)
+    else:
+        for exchange in ("all_to_all", "gather"):
+            replay(world, exchange)
+        dist.barrier()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Engines of two processes that share a model (gloo)."""
+"""Engines of two processes that share a model (gloo, and NCCL on two GPUs)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,18 @@ OPTIONS: dict[str, Any] = {
     "num_blocks": 160, "block_size": 8, "max_batch_size": 4, "max_batch_tokens": 24,
 }  # fmt: skip
 LIMIT = 3  # seconds that a collective may take
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    ),
+]
 
 
-def start(folder: Path, case: str, torchrun: bool = False) -> list[subprocess.Popen[str]]:
+def start(
+    folder: Path, case: str, torchrun: bool = False, device: str = "cpu"
+) -> list[subprocess.Popen[str]]:
     """Starts two ranks of the worker."""
     command = [sys.executable]
     ranks: tuple[int, ...] = (0, 1)
@@ -42,9 +51,11 @@ def start(folder: Path, case: str, torchrun: bool = False) -> list[subprocess.Po
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    if device == "cpu":  # transformers takes a GPU that it sees
+        address["CUDA_VISIBLE_DEVICES"] = ""
     return [
         subprocess.Popen(
-            [*command, WORKER, case, str(folder)], text=True,
+            [*command, WORKER, case, str(folder), device], text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env=os.environ | address | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
@@ -55,9 +66,11 @@ def start(folder: Path, case: str, torchrun: bool = False) -> list[subprocess.Po
     ]  # fmt: skip
 
 
-def results(folder: Path, case: str, torchrun: bool = False) -> list[list[dict[str, Any]]]:
+def results(
+    folder: Path, case: str, torchrun: bool = False, device: str = "cpu"
+) -> list[list[dict[str, Any]]]:
     """Returns what each rank of a case wrote."""
-    processes = start(folder, case, torchrun)
+    processes = start(folder, case, torchrun, device)
     try:
         printed = [process.communicate(timeout=120)[0] for process in processes]
     finally:
@@ -84,10 +97,12 @@ def save(folder: Path, names: tuple[str, ...]) -> list[list[int]]:
     return texts
 
 
-def alone(folder: Path, name: str, texts: list[list[int]]) -> list[list[list[int]]]:
+def alone(
+    folder: Path, name: str, texts: list[list[int]], device: str = "cpu"
+) -> list[list[list[int]]]:
     """The tokens of one process, greedy and sampled."""
     model = AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager")
-    with Engine(model.eval(), **OPTIONS) as engine:
+    with Engine(model.eval().to(device), **OPTIONS) as engine:
         sampled = greedy(engine, texts, max_tokens=12, temperature=0.9, seed=3)
         return [greedy(engine, texts, max_tokens=12), sampled]
 
@@ -96,10 +111,11 @@ def by_name(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return {line.pop("name"): line for line in lines}
 
 
-def test_tokens_of_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_of_two_ranks(tmp_path: Path, device: str) -> None:
     texts = save(tmp_path, MODELS)
-    expected = {name: alone(tmp_path, name, texts) for name in MODELS}
-    ranks = results(tmp_path, "models", torchrun=True)
+    expected = {name: alone(tmp_path, name, texts, device) for name in MODELS}
+    ranks = results(tmp_path, "models", True, device)
     assert ranks[0] == ranks[1]  # also what a seed of None draws
     assert {line["model"] for line in ranks[0]} == set(MODELS)
     for line in ranks[0]:
@@ -107,11 +123,12 @@ def test_tokens_of_two_ranks(tmp_path: Path) -> None:
         assert line["blocks"] == 160  # rank 1 has room for 161
 
 
-def test_calls_of_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_calls_of_two_ranks(tmp_path: Path, device: str) -> None:
     texts = save(tmp_path, ("llama",))
     tiny_model(num_key_value_heads=1).save_pretrained(tmp_path / "one-kv-head")
-    expected, _ = alone(tmp_path, "llama", texts)
-    ranks = [by_name(lines) for lines in results(tmp_path, "calls")]
+    expected, _ = alone(tmp_path, "llama", texts, device)
+    ranks = [by_name(lines) for lines in results(tmp_path, "calls", device=device)]
     for rank in ranks:
         assert rank["cache"]["tokens"] == expected[0]
         assert rank["heads"]["error"] == (
@@ -154,9 +171,10 @@ def test_calls_of_two_ranks(tmp_path: Path) -> None:
     assert ranks[1]["other prompts"]["error"] == f"Error: {differ}"
 
 
-def test_a_rank_that_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_that_raises(tmp_path: Path, device: str) -> None:
     save(tmp_path, ("llama",))
-    ranks = [by_name(lines) for lines in results(tmp_path, "raises")]
+    ranks = [by_name(lines) for lines in results(tmp_path, "raises", device=device)]
     failure = "Error: Engine: rank 1 failed: KeyError: 'poison'"
     assert ranks[0]["generate"]["error"] == failure
     assert ranks[1]["generate"]["error"] == "KeyError: 'poison'"
@@ -178,9 +196,10 @@ def test_a_constructor_that_fails_on_one_rank(tmp_path: Path) -> None:
     assert ranks[0]["seconds"] < LIMIT + 30  # it loads the model, too
 
 
-def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_that_is_killed(tmp_path: Path, device: str) -> None:
     save(tmp_path, ("llama",))
-    left, killed = (by_name(lines) for lines in results(tmp_path, "killed"))
+    left, killed = (by_name(lines) for lines in results(tmp_path, "killed", device=device))
     assert not killed
     lost = "Error: Engine: rank 0 lost another one, which ended or did not answer within 3 s: "
     assert left["generate"]["error"].startswith(lost)

@@ -84,14 +84,16 @@ __global__ void __launch_bounds__(kThreads) index_check_kernel(IndexCheckParams 
   if (atomicCAS(&begun, taken, taken + 1) != taken) return;
   const int64_t i = static_cast<int64_t>(first_bad);
   const int64_t value = value_at(p, i);
-  report->bad = {.op = p.op,
-                 .argument = p.argument,
-                 .bounds = bounds_at(p, i),
-                 .one_dimensional = p.one_dimensional,
-                 .repeated = !out_of_bounds(bounds_at(p, i), value),
-                 .row = i / p.columns,
-                 .column = i % p.columns + p.first_column,
-                 .value = value};
+  // Field by field: nvcc 13.0 makes one copy of the parameters of an initializer list here.
+  BadIndex& bad = report->bad;
+  bad.op = p.op;
+  bad.argument = p.argument;
+  bad.bounds = bounds_at(p, i);
+  bad.one_dimensional = p.one_dimensional;
+  bad.repeated = !out_of_bounds(bounds_at(p, i), value);
+  bad.row = i / p.columns;
+  bad.column = i % p.columns + p.first_column;
+  bad.value = value;
   __threadfence_system();
   report->reported = taken + 1;
 }

@@ -1,7 +1,7 @@
 // reshape_and_cache: writes key and value [num_tokens, num_kv_heads, head_size] to slot_mapping's
 // slots of a paged cache. This file has the launcher of all layouts and the kernel of layout vllm.
 //
-//   layout NHD             launch_rows(), reshape_and_cache_flash.cu
+//   layouts NHD and HND    launch_rows(), reshape_and_cache_flash.cu
 //   layout vllm, aligned   write_pages_kernel; body and grid in write_pages.cuh
 //   anything else          launch_elements(), reshape_and_cache_flash.cu
 //
@@ -54,7 +54,7 @@ void launch_pages(const ReshapeAndCacheParams& p, Stream stream) {
 }
 
 void launch_once(const ReshapeAndCacheParams& p, Stream stream) {
-  if (p.kv.layout == KvLayout::kNHD) return launch_rows(p, stream);
+  if (p.kv.layout != KvLayout::kVllm) return launch_rows(p, stream);
   if (!pages_aligned(p)) return launch_elements(p, stream);
   p.kv.block_size % 16 == 0 ? launch_pages<16>(p, stream) : launch_pages<8>(p, stream);
 }

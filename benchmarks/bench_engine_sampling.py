@@ -1,0 +1,130 @@
+"""What choosing tokens costs a step of Engine: each kind of parameters beside greedy, and drafts.
+
+    python -m benchmarks.bench_engine_sampling [--device cuda] [--batch 1 64 256] [--rounds 5]
+    python -m benchmarks.bench_engine_sampling --drafts [--model 8b]
+
+A Qwen3 of 596 M random weights in bfloat16, vocabulary 151,936, contexts from 256 tokens on. The
+kinds of a batch decode in turns, and a figure is the median over rounds of a step's mean wall time.
+--drafts: tokens/s of greedy decoding at batch 1 with and without PromptLookup. The prompt makes a
+random model repeat itself, as summaries repeat their text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.bench_async_engine import QWEN3_596M
+from benchmarks.bench_engine_h200 import LLAMA_3_8B
+from benchmarks.harness import machine
+from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.request import SamplingParams
+from vllm_kernels.engine.speculative.options import PromptLookup
+
+KINDS: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top_k 50, top_p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "top_p 0.95": {"temperature": 0.8, "top_p": 0.95},
+    "min_p 0.05": {"temperature": 0.8, "min_p": 0.05},
+    "repetition 1.1, top_p 0.95": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
+    "presence 0.5, frequency 0.2": {
+        "temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.2,
+    },
+    "5 logprobs": {"logprobs": 5},
+}  # fmt: skip
+
+
+def model_of(family: str, settings: dict[str, object], device: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **settings)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def seconds_per_step(engine: Engine, batch: int, steps: int, params: dict[str, object]) -> float:
+    """Mean wall time of a decode step."""
+    engine.reset()
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = engine.model.config.vocab_size
+    for seed in range(batch):
+        prompt = torch.randint(vocabulary, (256,), generator=generator).tolist()
+        seeds = {"seed": seed} if "temperature" in params else {}
+        engine.add_request(
+            prompt, SamplingParams(max_tokens=steps + 30, ignore_eos=True, **params, **seeds)
+        )
+    for _ in range(256 * batch // engine.scheduler.max_batch_tokens + 12):
+        engine.step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / steps
+
+
+def kinds(asked: argparse.Namespace) -> None:
+    model = model_of("qwen3", QWEN3_596M, asked.device)
+    for batch in asked.batch:
+        engine = Engine(
+            model, max_batch_size=batch, max_batch_tokens=4096, max_length=256 + asked.steps + 64
+        )
+        with engine:
+            engine.warm_up()
+            times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            for turn in range(asked.rounds + 1):
+                for kind, params in KINDS.items():
+                    took = seconds_per_step(engine, batch, asked.steps, params)
+                    if turn:
+                        times[kind].append(took)
+        greedy = median(times["greedy"])
+        for kind, each in times.items():
+            took = median(each)
+            print(
+                f"batch {batch:4} {kind:28} {took * 1e3:8.3f} ms  {took / greedy:.3f}", flush=True
+            )
+
+
+def drafts(asked: argparse.Namespace) -> None:
+    model = model_of("llama", LLAMA_3_8B, asked.device)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(1000, (1024,), generator=generator).tolist()
+    params = SamplingParams(max_tokens=512, ignore_eos=True)
+    texts, rates = [], []
+    for options in (None, PromptLookup(5)):
+        with Engine(model, max_batch_size=1, max_length=2048, speculative=options) as engine:
+            engine.warm_up()
+            engine.generate([prompt], SamplingParams(max_tokens=64, ignore_eos=True))
+            engine.reset()
+            begin = time.perf_counter()
+            outputs = engine.generate([prompt], params)
+            took = time.perf_counter() - begin
+            texts.append(outputs[0].completions[0].tokens)
+            rates.append(len(texts[-1]) / took)
+            counts = engine.statistics
+        distinct = len(set(texts[-1]))
+        print(
+            f"{options}: {rates[-1]:.1f} tokens/s, {distinct} distinct tokens; {counts}", flush=True
+        )
+    same = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), len(texts[0]))
+    print(f"{rates[1] / rates[0]:.2f}x, equal tokens: {same} of {len(texts[0])}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--drafts", action="store_true")
+    asked = parser.parse_args()
+    print(machine(asked.device))
+    (drafts if asked.drafts else kinds)(asked)
+
+
+if __name__ == "__main__":
+    main()
