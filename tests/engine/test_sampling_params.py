@@ -430,11 +430,16 @@ def raw_logprobs(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 
 def check_logprobs(row: dict, expected: Tensor, token: int, num_top: int) -> None:
-    best = expected.argsort(descending=True, stable=True)[:num_top].tolist()
+    """On CUDA the two models round differently, so tokens of nearly equal logits may swap."""
+    near = 2e-4
+    best = [one for one in row if one != token or row[one].rank <= num_top]
+    best.sort(key=lambda one: row[one].rank)
     assert list(row) == list(dict.fromkeys([token, *best]))
+    assert [row[one].rank for one in best] == list(range(1, num_top + 1))
     for one, found in row.items():
-        assert found.logprob == pytest.approx(expected[one].item(), abs=2e-4)
-        assert found.rank == (expected >= expected[one]).sum()
+        value = expected[one]
+        assert found.logprob == pytest.approx(value.item(), abs=near)
+        assert (expected > value + near).sum() < found.rank <= (expected >= value - near).sum()
 
 
 @pytest.mark.parametrize("num_top", [0, 3, -1])

@@ -88,12 +88,13 @@ __global__ void __launch_bounds__(kThreads) index_check_kernel(IndexCheckParams 
   BadIndex& bad = report->bad;
   bad.op = p.op;
   bad.argument = p.argument;
-  bad.bounds = bounds_at(p, i);
   bad.one_dimensional = p.one_dimensional;
-  bad.repeated = !out_of_bounds(bounds_at(p, i), value);
   bad.row = i / p.columns;
   bad.column = i % p.columns + p.first_column;
   bad.value = value;
+  const IndexBounds bounds = bounds_at(p, i);
+  bad.bounds = bounds;
+  bad.repeated = !out_of_bounds(bounds, value);
   __threadfence_system();
   report->reported = taken + 1;
 }

@@ -180,7 +180,7 @@ constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_i
             .key_stages = 2,
             .value_stages = 2,
             .consumer_registers = 232,
-            .producer_registers = 48};
+            .producer_registers = 40};
   }
   if (head_size <= 64) {
     return {.consumers = 3,
@@ -206,7 +206,7 @@ constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_i
           .key_stages = 2,
           .value_stages = 2,
           .consumer_registers = 232,
-          .producer_registers = 48};
+          .producer_registers = 40};
 }
 
 }  // namespace vllm_kernels::cuda

@@ -53,6 +53,10 @@ struct PrefillConfig {
   static constexpr int kQueryStages = kTuning.query_stages;
   // One producer warpgroup, or two for 8-bit caches: six of their warps dequantize.
   static constexpr int kThreads = 128 * (kConsumers + 1 + kCacheIs8Bit);
+  // setmaxnreg only moves registers of the launch. A warpgroup that asks for more waits forever.
+  static_assert(kConsumers * kTuning.consumer_registers +
+                    (kThreads / 128 - kConsumers) * kTuning.producer_registers <=
+                kThreads / 128 * (65536 / kThreads / 8 * 8));
   // Operands in shared memory are columns of 64 dimensions (128 bytes): [column][row][64].
   static constexpr int kColumns = (kHeadSize + 63) / 64;
   static constexpr int kQueryBytes = kColumns * kRows * 128;

@@ -158,7 +158,7 @@ __device__ __forceinline__ void copy_value_box(const PagedKv& kv, const ValueBox
   } else {
     const int row_shift = boxes.shift + 1;  // log2 of the chunks of a row, 8 tokens each
     const auto address = [&](int i) { return to + (i ^ (i >> 3 & boxes.swizzle)) * 16; };
-#pragma unroll 4
+#pragma unroll 2
     for (int i = lane; i < kHeadSize << row_shift; i += 32) {
       const int dim = i >> row_shift, first = (i & (1 << row_shift) - 1) * 8;
       const int tokens = dim < kv.head_size && first + 8 > low ? min(max(high - first, 0), 8) : 0;
