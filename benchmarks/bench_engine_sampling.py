@@ -51,11 +51,14 @@ def seconds_per_step(engine: Engine, batch: int, steps: int, params: dict[str, o
     engine.reset()
     generator = torch.Generator().manual_seed(1)
     vocabulary = engine.model.config.vocab_size
+    requests = []
     for seed in range(batch):
         prompt = torch.randint(vocabulary, (256,), generator=generator).tolist()
         seeds = {"seed": seed} if "temperature" in params else {}
-        engine.add_request(
-            prompt, SamplingParams(max_tokens=steps + 30, ignore_eos=True, **params, **seeds)
+        requests.append(
+            engine.add_request(
+                prompt, SamplingParams(max_tokens=steps + 60, ignore_eos=True, **params, **seeds)
+            )
         )
     for _ in range(256 * batch // engine.scheduler.max_batch_tokens + 12):
         engine.step()
@@ -64,14 +67,19 @@ def seconds_per_step(engine: Engine, batch: int, steps: int, params: dict[str, o
     for _ in range(steps):
         engine.step()
     torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / steps
+    took = (time.perf_counter() - begin) / steps
+    for request in requests:
+        engine.abort(request)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    return took
 
 
 def kinds(asked: argparse.Namespace) -> None:
     model = model_of("qwen3", QWEN3_596M, asked.device)
     for batch in asked.batch:
         engine = Engine(
-            model, max_batch_size=batch, max_batch_tokens=4096, max_length=256 + asked.steps + 64
+            model, max_batch_size=batch, max_batch_tokens=4096, max_length=256 + asked.steps + 128
         )
         with engine:
             engine.warm_up()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..kv_cache import Statistics
 from .plan import SchedulerStatistics
 from .request import FinishReason, Request
-from .sampling.logprobs import Logprob
+from .sampling.logprobs import TopLogprobs
 
 __all__ = [
     "Completion",
@@ -33,7 +33,7 @@ class TokenOutput:
     finish_reason: FinishReason | None
     error: Exception | None = None
     """The reason for ERROR."""
-    logprobs: dict[int, Logprob] | None = None
+    logprobs: TopLogprobs | None = None
     """Log-probabilities by token id, of the token and the likeliest ones. None: not asked for."""
 
 
@@ -45,7 +45,7 @@ class Completion:
     tokens: list[int]
     text: str
     finish_reason: FinishReason
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[TopLogprobs] | None = None
     """Log-probabilities of each token, as in ``TokenOutput``. None: not asked for."""
 
 
@@ -63,7 +63,7 @@ class RequestOutput:
     total_time: float
     error: Exception | None = None
     """The reason for ``FinishReason.ERROR``. It has ``request_ids`` if a pass failed."""
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[TopLogprobs | None] | None = None
     """Log-probabilities of each prompt token. The first one's are None. None: not asked for."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .request import Request, Sequence
-from .sampling.logprobs import Logprob, TokenLogprobs, top_of
+from .sampling.logprobs import TokenLogprobs, TopLogprobs
 from .upload import download, upload
 
 __all__ = ["Extras", "PendingTokens", "SampledToken"]
@@ -22,7 +22,7 @@ class SampledToken(NamedTuple):
 
     token: int
     """-1 marks NaN or infinite logits."""
-    logprobs: dict[int, Logprob] | None = None
+    logprobs: TopLogprobs | None = None
 
 
 @dataclass
@@ -90,7 +90,7 @@ class PendingTokens:
         for request, start, found in self.extras.prompts:
             num_top = request.params.prompt_logprobs
             assert num_top is not None
-            request.add_prompt_logprobs(start, [top_of(row, num_top) for row in found.fetch()])
+            request.add_prompt_logprobs(start, found.fetch(num_top))
         tokens, highest = self._host.tolist(), self._host_highest.tolist()
         flat = [token if isfinite(one) else -1 for token, one in zip(tokens, highest)]
         if self.extras.num_rows is None and self.extras.logprobs is None:
@@ -100,15 +100,24 @@ class PendingTokens:
     def _by_sequence(self, flat: list[int]) -> list[list[SampledToken]]:
         """Divides tokens and log-probabilities among the sequences, without rejected drafts."""
         extras = self.extras
-        logprobs = iter([] if extras.logprobs is None else extras.logprobs.fetch())
-        accepted = iter([] if self._host_accepted is None else self._host_accepted.tolist())
         sizes = extras.num_rows or [1] * len(self.sequences)
+        logprobs = self._logprobs(sizes)
+        accepted = iter([] if self._host_accepted is None else self._host_accepted.tolist())
         new, start = [], 0
         for sequence, size in zip(self.sequences, sizes):
             tokens = [SampledToken(token) for token in flat[start : start + size]]
             start += size
-            num_top = sequence.request.params.logprobs
-            if num_top is not None:
-                tokens = [one._replace(logprobs=top_of(next(logprobs), num_top)) for one in tokens]
+            if sequence.request.params.logprobs is not None:
+                tokens = [one._replace(logprobs=next(logprobs)) for one in tokens]
             new.append(tokens if size == 1 else tokens[: next(accepted) + 1])
         return new
+
+    def _logprobs(self, sizes: list[int]) -> Iterator[TopLogprobs]:
+        """The log-probabilities of the rows whose requests ask for them."""
+        if self.extras.logprobs is None:
+            return iter(())
+        num_top = []
+        for sequence, size in zip(self.sequences, sizes):
+            wanted = sequence.request.params.logprobs
+            num_top += [] if wanted is None else [wanted] * size
+        return iter(self.extras.logprobs.fetch(num_top))

@@ -13,7 +13,7 @@ from .sampling.params import LogitsMask, SamplingParams
 
 if TYPE_CHECKING:
     from .sampling.constraints import Constraints
-    from .sampling.logprobs import Logprob
+    from .sampling.logprobs import TopLogprobs
     from .sampling.token_counts import TokenCounts
 
 __all__ = ["FinishReason", "Request", "SamplingParams", "Sequence"]
@@ -51,7 +51,7 @@ class Request:
     num_failures_alone: int = 0  # failed passes without other requests since its last token
     is_paused: bool = False  # keeps the request out of passes
     # By prompt token, as far as they are computed. The first token has none.
-    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
+    prompt_logprobs: list[TopLogprobs | None] = field(default_factory=lambda: [None])
 
     @property
     def is_finished(self) -> bool:
@@ -63,7 +63,7 @@ class Request:
         """The number of new tokens of all sequences."""
         return sum(sequence.num_output for sequence in self.sequences)
 
-    def add_prompt_logprobs(self, start: int, logprobs: Items[dict[int, Logprob]]) -> None:
+    def add_prompt_logprobs(self, start: int, logprobs: Items[TopLogprobs]) -> None:
         """Adds the log-probabilities from position ``start`` on, except for known ones."""
         self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
 
@@ -84,7 +84,7 @@ class Sequence:
 
     counts: TokenCounts | None = None  # made for the first penalty
     mask: LogitsMask | None = None  # made for the first masked token
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the output
+    logprobs: list[TopLogprobs] = field(default_factory=list)  # of the output
 
     def __post_init__(self) -> None:
         seed = self.request.params.seed

@@ -20,7 +20,7 @@ __device__ __forceinline__ void choose_pages(uint32_t* scores, int pages, int bu
   __syncthreads();
   const uint64_t target = budget;
   Radix found;
-  select<Row, false>(shared, sets, slice, 0, 1, 0.0f, found, [&](uint64_t, int) { return target; });
+  select<Row, false>(shared, sets, slice, 1, 0.0f, found, [&](uint64_t, int) { return target; });
   const Kept kept{found.prefix, static_cast<uint32_t>(target - found.before)};
   const KeptSums sums = kept_sums<Row, false>(shared, slice, kept.threshold, 0.0f);
   for_each_kept<kOnlyKept>(slice, kept, sums, [&](int page, uint32_t, int number) {

@@ -25,18 +25,23 @@ struct RowCluster {
     return static_cast<int>(rank);
   }
 
-  // A barrier. Writes to shared memory before it are visible to the cluster after it.
+  // A barrier. Writes to shared memory before it are visible to the cluster after it. CTAs that
+  // have ended count as arrived.
   __device__ __forceinline__ static void sync() {
-    if constexpr (kCtas == 1) {
-      __syncthreads();
-    } else {
+    arrive();
+    wait();
+  }
+  // The halves of a barrier.
+  __device__ __forceinline__ static void arrive() {
 #if defined(VLLM_KERNELS_HAS_SM90)
-      asm volatile(
-          "barrier.cluster.arrive.release;\n"
-          "barrier.cluster.wait.acquire;" ::
-              : "memory");
+    if constexpr (kCtas > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 #endif
-    }
+  }
+  __device__ __forceinline__ static void wait() {
+    if constexpr (kCtas == 1) __syncthreads();
+#if defined(VLLM_KERNELS_HAS_SM90)
+    if constexpr (kCtas > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
   }
 
   // The same variable of another CTA. `mine` is in shared memory.

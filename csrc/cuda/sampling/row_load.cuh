@@ -49,19 +49,34 @@ struct Highest {
   __device__ __forceinline__ uint64_t key() const { return max_key(ordered, token); }
 };
 
-// slice[i] = ordered(logit, token), each then visited as visit(ordered bits, token).
+// The bitmask of a row, or null words: all tokens are allowed.
+struct MaskRow {
+  const int32_t* words = nullptr;
+  int64_t num_words = 0;
+
+  // Bit i: whether `token` + i is allowed, for the tokens of the same word.
+  __device__ __forceinline__ uint32_t bits_from(int token) const {
+    if (words == nullptr || token / 32 >= num_words) return 0xffffffffu;
+    return static_cast<uint32_t>(words[token / 32]) >> (token % 32);
+  }
+};
+
+// slice[i] = ordered(logit, whether the mask allows it), each then visited as visit(ordered bits,
+// token). A slice that is not kept is only visited. A Vec lies in one word of the mask.
 template <bool kAligned, typename T, typename Ordered, typename Visit>
-__device__ __forceinline__ void load_vecs(const T* row, const Slice& slice, const Ordered& ordered,
-                                          const Visit& visit) {
+__device__ __forceinline__ void load_vecs(const T* row, const Slice& slice, const MaskRow& mask,
+                                          bool keeps, const Ordered& ordered, const Visit& visit) {
   constexpr int kWidth = kVecWidth<T>, kUnroll = 16 / kWidth;
   const int vecs = (slice.size + kWidth - 1) / kWidth;
   const T* from = row + slice.begin;
   for (int first = threadIdx.x; first < vecs; first += kUnroll * kRowThreads) {
     Vec16<T> loaded[kUnroll];
+    uint32_t allowed[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const int at = first + i * kRowThreads;
       if (at < vecs) loaded[i] = load_vec<kAligned, kWidth>(from, at, slice.size);
+      allowed[i] = at < vecs ? mask.bits_from(slice.begin + at * kWidth) : 0;
     }
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
@@ -74,9 +89,10 @@ __device__ __forceinline__ void load_vecs(const T* row, const Slice& slice, cons
       for (int j = 0; j < kWidth; ++j) {
         const int index = at * kWidth + j;
         const bool inside = kAligned || index < slice.size;
-        words[j] = inside ? ordered(logits[j], slice.begin + index) : 0;
+        words[j] = inside ? ordered(logits[j], (allowed[i] >> j & 1) != 0) : 0;
         if (inside) visit(words[j], slice.begin + index);
       }
+      if (!keeps) continue;
 #pragma unroll
       for (int j = 0; j < kWidth; j += 4) {
         reinterpret_cast<uint4*>(slice.ordered)[(at * kWidth + j) / 4] =
@@ -88,13 +104,27 @@ __device__ __forceinline__ void load_vecs(const T* row, const Slice& slice, cons
 
 template <typename T, typename Ordered, typename Visit>
 __device__ __forceinline__ void load_slice(const LogitRows& logits, int64_t row, bool aligned,
-                                           const Slice& slice, const Ordered& ordered,
-                                           const Visit& visit) {
+                                           const Slice& slice, const MaskRow& mask, bool keeps,
+                                           const Ordered& ordered, const Visit& visit) {
   const T* data = static_cast<const T*>(logits.data) + row * logits.stride;
   if (aligned) {
-    load_vecs<true>(data, slice, ordered, visit);
+    load_vecs<true>(data, slice, mask, keeps, ordered, visit);
   } else {
-    load_vecs<false>(data, slice, ordered, visit);
+    load_vecs<false>(data, slice, mask, keeps, ordered, visit);
+  }
+}
+
+// body(ordered bits, index in the slice) for the tokens that load_slice<T>() visits in this thread.
+// The last ones may be padding, which is 0.
+template <typename T, typename Body>
+__device__ __forceinline__ void for_each_own(const Slice& slice, const Body& body) {
+  constexpr int kQuads = kVecWidth<T> / 4;
+#pragma unroll 1
+  for (int at = threadIdx.x; at * kVecWidth<T> < slice.size; at += kRowThreads) {
+#pragma unroll
+    for (int quad = at * kQuads; quad < (at + 1) * kQuads; ++quad) {
+      for_each_of(slice.vec(quad), [&](uint32_t ordered, int i) { body(ordered, 4 * quad + i); });
+    }
   }
 }
 

@@ -19,9 +19,17 @@ struct Bins {
   alignas(16) uint32_t high[kRadixBins];
 };
 
+// The highest tokens of a row, in the first CTA and in any order (row_list.cuh).
+struct List {
+  alignas(16) uint32_t ordered[kRowThreads];
+  alignas(16) uint32_t tokens[kRowThreads];
+  int sizes[2];  // tokens found with one radix round, and with two; may exceed kRowThreads
+};
+
 struct SelectShared {
   Bins bins[2];
-  uint64_t max_key;
+  List list;
+  uint64_t cta_keys[kClusterSize];  // the highest key of each CTA
   uint64_t warp_keys[kRowWarps];
   uint64_t warp_sums[kRowWarps];
   uint64_t above[kRowWarps];  // per warp: weights or number of tokens above the threshold
@@ -29,6 +37,7 @@ struct SelectShared {
   // the border bin of a round
   uint32_t bin;
   uint64_t before, inside;
+  int list_begin;  // place of this CTA's tokens in the list
 };
 
 // A CTA's tokens, padded with 0, which is below every logit, to a multiple of 4.
@@ -101,7 +110,7 @@ __device__ __forceinline__ BlockSum block_sum(SelectShared& shared, uint64_t min
   if (threadIdx.x % kWarpSize == kWarpSize - 1) shared.warp_sums[warp] = upto;
   __syncthreads();
   BlockSum sum{upto - mine, 0};
-#pragma unroll 1
+#pragma unroll
   for (int i = 0; i < kRowWarps; ++i) {
     if (i < warp) sum.before += shared.warp_sums[i];
     sum.all += shared.warp_sums[i];
@@ -117,10 +126,9 @@ struct Radix {
   uint64_t inside = 0;
 };
 
-// Where a cluster's bins are: the current set, and whether sets alternate.
+// Which of the two sets of bins is the current one.
 struct BinSets {
   int current = 0;
-  int step = 1;
 };
 
 template <bool kWeights>
@@ -140,23 +148,27 @@ __device__ __forceinline__ void fill_bins(Bins& bins, const Slice& slice, int ro
   });
 }
 
-// Four bins of all CTAs, highest first: bins 2047 - 4 i to 2044 - 4 i.
+// Four bins of all CTAs, highest first: bins 2047 - 4 i to 2044 - 4 i. Counts fit 32 bits. Loads in
+// flight hide the latency of other CTAs' memory, as far as registers allow.
 template <typename Cluster, bool kWeights>
 __device__ __forceinline__ void read_bins(Bins& bins, uint64_t (&sums)[4]) {
   const int quad = kRadixBins / 4 - 1 - static_cast<int>(threadIdx.x);
+  uint32_t counts[4] = {};
   sums[0] = sums[1] = sums[2] = sums[3] = 0;
-#pragma unroll 1
+#pragma unroll(kWeights ? 2 : 4)
   for (int rank = 0; rank < Cluster::kSize; ++rank) {
     const Bins* theirs = Cluster::peer(&bins, rank);
     const uint4 low = reinterpret_cast<const uint4*>(theirs->low)[quad];
-    uint4 high = make_uint4(0, 0, 0, 0);
-    if constexpr (kWeights) high = reinterpret_cast<const uint4*>(theirs->high)[quad];
-    const auto joined = [](uint32_t low, uint32_t high) { return uint64_t{high} << 32 | low; };
-    sums[0] += joined(low.w, high.w);
-    sums[1] += joined(low.z, high.z);
-    sums[2] += joined(low.y, high.y);
-    sums[3] += joined(low.x, high.x);
+    if constexpr (kWeights) {
+      const uint4 high = reinterpret_cast<const uint4*>(theirs->high)[quad];
+      for_each_of(high, [&](uint32_t word, int i) { sums[3 - i] += uint64_t{word} << 32; });
+      for_each_of(low, [&](uint32_t word, int i) { sums[3 - i] += word; });
+    } else {
+      for_each_of(low, [&](uint32_t word, int i) { counts[3 - i] += word; });
+    }
   }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] += counts[i];
 }
 static_assert(kRadixBins == 4 * kRowThreads);
 
@@ -186,25 +198,21 @@ __device__ __forceinline__ void finish_round(SelectShared& shared, BinSets& sets
     shared.before = before;
     shared.inside = inside;
   }
-  sets.current ^= sets.step;
-  if (sets.step != 0) clear(shared.bins[sets.current]);
+  sets.current ^= 1;
+  clear(shared.bins[sets.current]);
   __syncthreads();
   found.prefix |= shared.bin << radix_shift(round);
   found.before += shared.before;
   found.inside = shared.inside;
-  if (sets.step == 0) {
-    clear(shared.bins[sets.current]);
-    __syncthreads();
-  }
 }
 
-// Runs the rounds from `first` on. Only tokens of at least `lowest` count.
+// Runs the rounds. Only tokens of at least `lowest` count.
 template <typename Cluster, bool kWeights, typename TargetOf>
 __device__ __forceinline__ void select(SelectShared& shared, BinSets& sets, const Slice& slice,
-                                       int first, uint32_t lowest, float max, Radix& found,
+                                       uint32_t lowest, float max, Radix& found,
                                        const TargetOf& target_of) {
 #pragma unroll 1
-  for (int round = first; round < kRadixRounds; ++round) {
+  for (int round = 0; round < kRadixRounds; ++round) {
     fill_bins<kWeights>(shared.bins[sets.current], slice, round, found, lowest, max);
     finish_round<Cluster, kWeights>(shared, sets, round, found, target_of);
   }
@@ -238,8 +246,10 @@ __device__ __forceinline__ KeptSums kept_sums(SelectShared& shared, const Slice&
   }
   Cluster::sync();
   const int mine = Cluster::rank() * kRowWarps + warp;
-#pragma unroll 1
-  for (int chunk = lane; chunk < Cluster::kSize * kRowWarps; chunk += kWarpSize) {
+#pragma unroll
+  for (int first = 0; first < Cluster::kSize * kRowWarps; first += kWarpSize) {
+    const int chunk = first + lane;
+    if (chunk >= Cluster::kSize * kRowWarps) break;
     const SelectShared* theirs = Cluster::peer(&shared, chunk / kRowWarps);
     const uint64_t above = theirs->above[chunk % kRowWarps];
     const uint32_t equal = theirs->equal[chunk % kRowWarps];
@@ -355,7 +365,9 @@ __device__ __forceinline__ int token_of(uint64_t key) {
   return static_cast<int>(0xffffffffu - static_cast<uint32_t>(key));
 }
 
-// Posts the CTA's highest key. cluster_max_key() may read it after the next Cluster::sync().
+// Sends the CTA's highest key to every CTA of the cluster, all of which must have begun. Behind the
+// next Cluster::sync(), row_max_key() is that of the row.
+template <typename Cluster>
 __device__ __forceinline__ void post_max_key(SelectShared& shared, uint64_t key) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
@@ -363,18 +375,16 @@ __device__ __forceinline__ void post_max_key(SelectShared& shared, uint64_t key)
   }
   if (threadIdx.x % kWarpSize == 0) shared.warp_keys[threadIdx.x / kWarpSize] = key;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int i = 1; i < kRowWarps; ++i) key = max(key, shared.warp_keys[i]);
-    shared.max_key = key;
-  }
+  if (threadIdx.x >= Cluster::kSize) return;
+#pragma unroll
+  for (int i = 0; i < kRowWarps; ++i) key = max(key, shared.warp_keys[i]);
+  *Cluster::peer(&shared.cta_keys[Cluster::rank()], static_cast<int>(threadIdx.x)) = key;
 }
 template <typename Cluster>
-__device__ __forceinline__ uint64_t cluster_max_key(SelectShared& shared) {
+__device__ __forceinline__ uint64_t row_max_key(const SelectShared& shared) {
   uint64_t key = 0;
-#pragma unroll 1
-  for (int rank = 0; rank < Cluster::kSize; ++rank) {
-    key = max(key, *Cluster::peer(&shared.max_key, rank));
-  }
+#pragma unroll
+  for (int rank = 0; rank < Cluster::kSize; ++rank) key = max(key, shared.cta_keys[rank]);
   return key;
 }
 

@@ -4,92 +4,98 @@
 //             memory; else one CTA per row, with the row in global scratch
 //   reads     the logits once. Bitmask and temperature are applied on the way; bias and penalties,
 //             which are sparse, in shared memory
-//   threshold top-k: radix rounds by count, the first while the row is loaded. min-p: one number.
-//             top-p: radix rounds by weight over what is left
-//   short row after round 0 the tokens that can be in the top k go to the first CTA as a list, if
-//             they fit. It finishes alone, without cluster barriers, and the other CTAs leave
+//   few       a small top-k: the first CTA gets a list of candidates (row_list.cuh) and finishes
+//             alone; the other CTAs leave
+//   threshold else top-k: radix rounds by count. min-p: one number. top-p: radix rounds by weight
+//             over what is left
 //   draw      weights of the kept tokens per warp, then the one warp that holds the random place
 // Nothing is read before the PDL wait.
+#include "cuda/base/prefetch.cuh"
 #include "cuda/launchers.h"
-#include "cuda/sampling/row_load.cuh"
+#include "cuda/sampling/row_list.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
 
 constexpr uint32_t kAllTies = 0xffffffffu;
 
-// Bias and penalties of the tokens in this slice, before the temperature.
-__device__ __forceinline__ void penalize(const SampleParams& p, int64_t sample,
-                                         const Slice& slice) {
-  const auto bias = p.bias.of(sample);
-  for (int64_t i = bias.begin + threadIdx.x; i < bias.end; i += kRowThreads) {
-    const int64_t at = int64_t{p.bias.tokens[i]} - slice.begin;
-    if (at < 0 || at >= slice.size) continue;
-    const float logit = from_ordered_bits(slice.ordered[at]);
-    slice.ordered[at] = ordered_bits(ScalarMath::add(logit, p.bias.values[i]));
+// Begins to bring the entries of a sample's list into L2. Returns whether it has any.
+template <typename Value>
+__device__ __forceinline__ bool prefetch_entries(const TokenLists<Value>& lists, int64_t sample) {
+  const auto range = lists.of(sample);
+  const int64_t i = range.begin + threadIdx.x;
+  if (i < range.end) {
+    prefetch_l2(lists.tokens + i);
+    prefetch_l2(lists.values + i);
   }
-  __syncthreads();
-  const auto counts = p.counts.of(sample);
-  const Penalties penalties = Penalties::read(p, sample);
-  for (int64_t i = counts.begin + threadIdx.x; i < counts.end; i += kRowThreads) {
-    const int64_t at = int64_t{p.counts.tokens[i]} - slice.begin;
-    if (at < 0 || at >= slice.size) continue;
-    const float logit = from_ordered_bits(slice.ordered[at]);
-    slice.ordered[at] = ordered_bits(penalties.apply(logit, p.counts.values[i]));
+  return range.begin < range.end;
+}
+
+// body(index in the slice, value) for the entries of a sample's list that are in this slice.
+template <typename Value, typename Body>
+__device__ __forceinline__ void for_each_entry(const TokenLists<Value>& lists, int64_t sample,
+                                               const Slice& slice, const Body& body) {
+  const auto range = lists.of(sample);
+  for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kRowThreads) {
+    const int64_t at = int64_t{lists.tokens[i]} - slice.begin;
+    if (at >= 0 && at < slice.size) body(static_cast<int>(at), lists.values[i]);
   }
   __syncthreads();
 }
 
-// Loads the slice as ordered bits of the final logits. If the sample has a top-k, fills the bins of
-// round 0. Returns the thread's highest token.
+// Loads the slice as ordered bits of the final logits. Returns the thread's highest token. Bias and
+// penalties come before the temperature.
 template <typename T>
-__device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sample, bool aligned,
-                                            const Slice& slice, Bins& bins) {
-  const int32_t* words = p.bitmask.of(sample);
-  const auto has_tokens = [](auto range) { return range.begin < range.end; };
-  const bool sparse = has_tokens(p.bias.of(sample)) || has_tokens(p.counts.of(sample));
-  const SampleRow request = SampleRow::read(p, sample);
+__device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sample,
+                                            const SampleRow& request, bool aligned,
+                                            const Slice& slice) {
+  const bool biased = prefetch_entries(p.bias, sample);
+  const bool sparse = prefetch_entries(p.counts, sample) || biased;
   const float temperature = request.temperature;
-  const bool divides = temperature != 1.0f, counts = request.counts(p.logits.vocab_size);
+  const bool divides = temperature != 1.0f;
   Highest highest;
-  const auto visit = [&](uint32_t ordered, int token) {
-    highest.visit(ordered, token);
-    if (counts) atomicAdd(&bins.low[ordered >> radix_shift(0)], 1u);
-  };
   load_slice<T>(
       p.logits, p.row_of(sample), aligned, slice,
-      [&](float logit, int token) {
-        if (words != nullptr && !p.bitmask.allows(words, token)) logit = -INFINITY;
+      MaskRow{p.bitmask.of(sample), p.bitmask.num_words}, !request.greedy || sparse,
+      [&](float logit, bool allowed) {
+        if (!allowed) logit = -INFINITY;
         if (divides && !sparse) logit = logit / temperature;
         return ordered_bits(logit);
       },
       [&](uint32_t ordered, int token) {
-        if (!sparse) visit(ordered, token);
+        if (!sparse) highest.visit(ordered, token);
       });
   if (!sparse) return highest;
   __syncthreads();
-  penalize(p, sample, slice);
-  for (int i = threadIdx.x; i < slice.size; i += kRowThreads) {
-    uint32_t ordered = slice.ordered[i];
+  for_each_entry(p.bias, sample, slice, [&](int at, float value) {
+    const float logit = from_ordered_bits(slice.ordered[at]);
+    slice.ordered[at] = ordered_bits(ScalarMath::add(logit, value));
+  });
+  for_each_entry(p.counts, sample, slice, [&](int at, int32_t value) {
+    const float logit = from_ordered_bits(slice.ordered[at]);
+    slice.ordered[at] = ordered_bits(Penalties::read(p, sample).apply(logit, value));
+  });
+  for_each_own<T>(slice, [&](uint32_t ordered, int index) {
+    if (index >= slice.size) return;
     if (divides) {
       ordered = ordered_bits(from_ordered_bits(ordered) / temperature);
-      slice.ordered[i] = ordered;
+      slice.ordered[index] = ordered;
     }
-    visit(ordered, slice.begin + i);
-  }
+    highest.visit(ordered, slice.begin + index);
+  });
   return highest;
 }
 
-// The kept tokens. The rounds by count begin at `first` with `found`.
+// The kept tokens.
 template <typename Cluster>
 __device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, const Slice& slice,
-                                       const SampleRow& request, int vocab_size, float max,
-                                       int first, Radix found) {
+                                       const SampleRow& request, int vocab_size, float max) {
   Kept kept{0, 0};
   uint64_t left_out = 0;  // tokens equal to the threshold that are not kept
   if (request.top_k < vocab_size) {
     const uint64_t top_k = request.top_k;
-    select<Cluster, false>(shared, sets, slice, first, 1, max, found,
+    Radix found;
+    select<Cluster, false>(shared, sets, slice, 1, max, found,
                            [&](uint64_t, int) { return top_k; });
     kept = {found.prefix, static_cast<uint32_t>(top_k - found.before)};
     left_out = found.inside - kept.ties;
@@ -103,8 +109,8 @@ __device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, cons
   const uint64_t unkept = left_out > 0 ? left_out * weight_of(kept.threshold, max) : 0;
   uint64_t limit = 0;
   Radix weights;
-  select<Cluster, true>(shared, sets, slice, 0, kept.threshold > 0 ? kept.threshold : 1, max,
-                        weights, [&](uint64_t all, int round) {
+  select<Cluster, true>(shared, sets, slice, kept.threshold > 0 ? kept.threshold : 1, max, weights,
+                        [&](uint64_t all, int round) {
                           if (round == 0) limit = top_p_limit(request.top_p, all - unkept);
                           return limit;
                         });
@@ -113,52 +119,37 @@ __device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, cons
   return {weights.prefix, ties};
 }
 
-// Gathers tokens of at least `edge` into the first CTA's second set of bins: ordered bits in `low`,
-// tokens in `high`, in index order.
-template <typename Cluster>
-__device__ __forceinline__ void gather_list(SelectShared& shared, const Slice& slice,
-                                            uint32_t edge) {
-  const KeptSums sums = kept_sums<Cluster, false>(shared, slice, edge, 0.0f);
-  Bins* list = Cluster::peer(&shared.bins[1], 0);
-  for_each_kept<true>(slice, {edge, kAllTies}, sums, [&](int index, uint32_t ordered, int number) {
-    if (number < 0) return;
-    list->low[number] = ordered;
-    list->high[number] = static_cast<uint32_t>(slice.begin + index);
-  });
-  clear(shared.bins[0]);  // every CTA has read it before the barrier of kept_sums()
-  Cluster::sync();
-}
-
-// The draw from a list of at most a token per thread, in index order and padded with 0. A token's
-// rank is the number of tokens before it in the order of falling logits, found by comparison with
-// each. `sorted` has room for a number per thread.
+// The draw from a list. Calls found(token) in one thread.
 template <typename Found>
-__device__ __forceinline__ void draw_by_rank(SelectShared& shared, const uint32_t* list, int size,
-                                             uint64_t* sorted, const SampleRow& request, float max,
-                                             uint64_t random, const Found& found) {
+__device__ __forceinline__ void draw_from_list(SelectShared& shared, int size,
+                                               const SampleRow& request, float max, uint64_t random,
+                                               const Found& found) {
   const int i = threadIdx.x;
-  const uint32_t mine = i < size ? list[i] : 0;
-  int rank = 0;
-  for (int j = 0; j < size; j += 4) {
-    for_each_of(reinterpret_cast<const uint4*>(list)[j / 4],
-                [&](uint32_t other, int k) { rank += j + k < i ? other >= mine : other > mine; });
-  }
+  const ListPlace place = place_in_list(shared.list, size);
+  auto* by_logit = reinterpret_cast<uint64_t*>(shared.bins[0].low);
+  uint32_t* token_at = shared.bins[0].low + 2 * kRowThreads;
+  auto* by_token = reinterpret_cast<uint64_t*>(shared.bins[0].high);
   uint64_t weight = 0;
-  if (i < size && rank < request.top_k && mine >= request.min_p_cut(max)) {
-    weight = weight_of(mine, max);
+  if (i < size && place.by_logit < request.top_k && place.ordered >= request.min_p_cut(max)) {
+    weight = weight_of(place.ordered, max);
   }
   if (request.top_p < 1.0f) {
-    if (i < size) sorted[rank] = weight;
+    if (i < size) by_logit[place.by_logit] = weight;
     __syncthreads();
-    const uint64_t of_rank = i < size ? sorted[i] : 0;
-    const BlockSum sum = block_sum(shared, of_rank);
-    if (i < size) sorted[i] = sum.before;
+    const BlockSum sum = block_sum(shared, i < size ? by_logit[i] : 0);
+    if (i < size) by_logit[i] = sum.before;
     __syncthreads();
-    if (i < size && sorted[rank] >= top_p_limit(request.top_p, sum.all)) weight = 0;
+    if (i < size && by_logit[place.by_logit] >= top_p_limit(request.top_p, sum.all)) weight = 0;
   }
+  if (i < size) {
+    by_token[place.by_token] = weight;
+    token_at[place.by_token] = place.token;
+  }
+  __syncthreads();
+  weight = i < size ? by_token[i] : 0;
   const BlockSum sum = block_sum(shared, weight);
   const uint64_t target = high_product(sum.all, random);
-  if (sum.before <= target && target < sum.before + weight) found(i);
+  if (sum.before <= target && target < sum.before + weight) found(token_at[i]);
 }
 
 template <typename T, typename Cluster>
@@ -177,46 +168,38 @@ template <typename T, typename Cluster>
 __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample, int64_t row,
                                            const Slice& slice, bool aligned, SelectShared& shared) {
   const int vocab_size = p.logits.vocab_size;
-  BinSets sets;
-  clear(shared.bins[0]);
-  __syncthreads();
-  post_max_key(shared, load_row<T>(p, sample, aligned, slice, shared.bins[0]).key());
-  Radix found;
   const SampleRow request = SampleRow::read(p, sample);
-  const bool counts = request.counts(vocab_size);
-  if (counts) {
-    const uint64_t top_k = request.top_k;
-    finish_round<Cluster, false>(shared, sets, 0, found, [&](uint64_t, int) { return top_k; });
+  const bool lists =
+      p.tokens != nullptr && request.counts(vocab_size) && request.top_k <= kMaxListed;
+  BinSets sets;
+  Cluster::arrive();
+  clear(shared.bins[0]);
+  prepare_list(shared);
+  __syncthreads();
+  const Highest highest = load_row<T>(p, sample, request, aligned, slice);
+  if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
+  Cluster::wait();
+  post_max_key<Cluster>(shared, highest.key());
+  int size = INT32_MAX;
+  if (lists) {
+    size = list_highest<T, Cluster>(shared, sets, slice, highest.ordered, request.top_k);
   } else {
     Cluster::sync();
   }
-  const uint64_t key = cluster_max_key<Cluster>(shared);
-  const bool is_first = Cluster::rank() == 0 && threadIdx.x == 0;
+  const uint64_t key = row_max_key<Cluster>(shared);
+  const bool is_first_cta = Cluster::rank() == 0;
   if (request.greedy || !is_finite_ordered(ordered_of(key))) {
-    if (is_first && p.tokens != nullptr) p.tokens[sample] = token_of(key);
-    return true;
+    if (is_first_cta && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = token_of(key);
+    return lists;
   }
   const float max = from_ordered_bits(ordered_of(key));
-  const uint64_t candidates = found.before + found.inside;
-  if (counts && p.tokens != nullptr && candidates <= kRadixBins) {
-    gather_list<Cluster>(shared, slice, found.prefix);
-    if (Cluster::rank() != 0) return false;
-    const auto found = [&](int index) { p.tokens[sample] = shared.bins[1].high[index]; };
-    const uint64_t random = SampleRow::random(p, sample);
-    if (candidates <= kRowThreads) {
-      draw_by_rank(shared, shared.bins[1].low, static_cast<int>(candidates),
-                   reinterpret_cast<uint64_t*>(shared.bins[0].low), request, max, random, found);
-      return false;
-    }
-    const Slice list{shared.bins[1].low, 0, static_cast<int>(candidates)};
-    BinSets one{0, 0};
-    const Kept kept =
-        choose<RowCluster<1>>(shared, one, list, request, vocab_size, max, 0, Radix{});
-    draw<RowCluster<1>>(shared, list, kept, max, random, found);
-    return false;
+  if (size <= kRowThreads) {
+    if (!is_first_cta) return false;
+    draw_from_list(shared, size, request, max, SampleRow::random(p, sample),
+                   [&](uint32_t token) { p.tokens[sample] = token; });
+    return true;
   }
-  const Kept kept =
-      choose<Cluster>(shared, sets, slice, request, vocab_size, max, counts ? 1 : 0, found);
+  const Kept kept = choose<Cluster>(shared, sets, slice, request, vocab_size, max);
   if (p.tokens == nullptr) {
     write_mask<T, Cluster>(p, row, shared, slice, kept);
     return true;

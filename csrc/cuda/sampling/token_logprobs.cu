@@ -1,11 +1,12 @@
 // token_logprobs and softmax (ops/sampling/sample.h). A cluster of CTAs per row holds it as in
 // sample.cu and reads it once.
-//   token_logprobs  the highest logit, the sum of weights, the rank of the token; with num_top a
-//                   selection by count, and the first CTA sorts what it gathers
+//   token_logprobs  the highest logit, the sum of weights, the rank of the token; with num_top the
+//                   first CTA sorts a list of the highest (row_list.cuh), or of those that a
+//                   selection by count finds
 //   softmax         the highest logit, the sum of weights, then the probabilities
 // Nothing is read before the PDL wait.
 #include "cuda/launchers.h"
-#include "cuda/sampling/row_load.cuh"
+#include "cuda/sampling/row_list.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
@@ -15,46 +16,44 @@ __device__ __forceinline__ float log_of_sum(uint64_t weights) {
   return log_of(__ull2float_rn(weights), 40);
 }
 
+// Puts the `num_top` highest tokens into the first CTA's list, where list_highest() found too many.
 template <typename Cluster>
-__device__ __forceinline__ void write_top(const TokenLogprobsParams& p, int64_t sample,
-                                          SelectShared& shared, BinSets& sets, const Slice& slice,
-                                          float max, float log_sum) {
-  const int num_top = min(p.num_top, p.logits.vocab_size);
-  const uint64_t target = num_top;
+__device__ __forceinline__ void list_selected(SelectShared& shared, BinSets& sets,
+                                              const Slice& slice, float max, uint32_t num_top) {
   Radix found;
-  select<Cluster, false>(shared, sets, slice, 0, 1, max, found,
-                         [&](uint64_t, int) { return target; });
-  const Kept kept{found.prefix, static_cast<uint32_t>(target - found.before)};
+  select<Cluster, false>(shared, sets, slice, 1, max, found,
+                         [&](uint64_t, int) { return uint64_t{num_top}; });
+  const Kept kept{found.prefix, static_cast<uint32_t>(num_top - found.before)};
   const KeptSums sums = kept_sums<Cluster, false>(shared, slice, kept.threshold, 0.0f);
-  // The rounds end with the second set of bins in use; the first is free.
-  Bins* list = Cluster::peer(&shared.bins[0], 0);
+  List* list = Cluster::peer(&shared.list, 0);
   for_each_kept<true>(slice, kept, sums, [&](int index, uint32_t ordered, int number) {
     if (number < 0) return;
-    list->low[number] = ordered;
-    list->high[number] = static_cast<uint32_t>(slice.begin + index);
+    list->ordered[number] = ordered;
+    list->tokens[number] = static_cast<uint32_t>(slice.begin + index);
   });
   Cluster::sync();
-  if (Cluster::rank() != 0) return;
-  float* logprobs = p.logprobs + sample * (1 + p.num_top) + 1;
-  int64_t* ids = p.ids + sample * (1 + p.num_top) + 1;
-  for (int i = threadIdx.x; i < p.num_top; i += kRowThreads) {
-    if (i >= num_top) {
-      logprobs[i] = -INFINITY;
-      ids[i] = -1;
-      continue;
-    }
-    const uint32_t mine = shared.bins[0].low[i];
-    int place = 0;
-    for (int j = 0; j < num_top; ++j) {
-      const uint32_t other = shared.bins[0].low[j];
-      place += other > mine || (other == mine && j < i);
-    }
-    logprobs[place] = ScalarMath::add(ScalarMath::add(from_ordered_bits(mine), -max), -log_sum);
-    ids[place] = shared.bins[0].high[i];
-  }
 }
 
-// Sum of all weights, and the number of logits of at least `ordered`, over the cluster.
+// The first CTA writes the `num_top` highest tokens of its list.
+__device__ __forceinline__ void write_top(const TokenLogprobsParams& p, int64_t sample, List& list,
+                                          int size, int num_top, float max, float log_sum) {
+  float* logprobs = p.logprobs + sample * (1 + p.num_top) + 1;
+  int64_t* ids = p.ids + sample * (1 + p.num_top) + 1;
+  const int i = threadIdx.x;
+  if (i >= num_top && i < p.num_top) {
+    logprobs[i] = -INFINITY;
+    ids[i] = -1;
+  }
+  const ListPlace place = place_in_list(list, size);
+  if (i >= size || place.by_logit >= num_top) return;
+  logprobs[place.by_logit] =
+      ScalarMath::add(ScalarMath::add(from_ordered_bits(place.ordered), -max), -log_sum);
+  ids[place.by_logit] = place.token;
+}
+static_assert(kMaxTopLogprobs <= kMaxListed);
+
+// Sum of all weights, and the number of logits of at least `ordered`, over the cluster. Others may
+// still read this CTA's shared memory.
 struct RowSums {
   uint64_t weights = 0;
   uint32_t rank = 0;
@@ -77,12 +76,14 @@ __device__ __forceinline__ RowSums row_sums(SelectShared& shared, const Slice& s
   }
   Cluster::sync();
   sums = {};
-  for (int chunk = lane; chunk < Cluster::kSize * kRowWarps; chunk += kWarpSize) {
+#pragma unroll
+  for (int first = 0; first < Cluster::kSize * kRowWarps; first += kWarpSize) {
+    const int chunk = first + lane;
+    if (chunk >= Cluster::kSize * kRowWarps) break;
     const SelectShared* theirs = Cluster::peer(&shared, chunk / kRowWarps);
     sums.weights += theirs->above[chunk % kRowWarps];
     sums.rank += theirs->equal[chunk % kRowWarps];
   }
-  Cluster::sync();  // all have read before these places are used again
   return {warp_total(sums.weights), warp_total(sums.rank)};
 }
 
@@ -91,8 +92,8 @@ __device__ __forceinline__ Highest load_raw(const LogitRows& logits, int64_t row
                                             const Slice& slice, float divisor) {
   Highest highest;
   load_slice<T>(
-      logits, row, aligned, slice,
-      [&](float logit, int) { return ordered_bits(divisor == 1.0f ? logit : logit / divisor); },
+      logits, row, aligned, slice, MaskRow{}, true,
+      [&](float logit, bool) { return ordered_bits(divisor == 1.0f ? logit : logit / divisor); },
       [&](uint32_t ordered, int token) { highest.visit(ordered, token); });
   return highest;
 }
@@ -121,10 +122,22 @@ __device__ __forceinline__ void token_logprobs_cluster(const TokenLogprobsParams
   const Slice slice = slice_of<Cluster>(slice_memory<Cluster>(p.scratch, sample, tokens),
                                         p.logits.vocab_size, tokens);
   BinSets sets;
+  Cluster::arrive();
   clear(shared.bins[0]);
-  post_max_key(shared, load_raw<T>(p.logits, row, aligned, slice, 1.0f).key());
-  Cluster::sync();
-  const uint32_t highest = ordered_of(cluster_max_key<Cluster>(shared));
+  prepare_list(shared);
+  __syncthreads();
+  const Highest own = load_raw<T>(p.logits, row, aligned, slice, 1.0f);
+  if (p.num_top > 0) count_highest(shared.bins[0], own.ordered, 0, Radix{});
+  Cluster::wait();
+  post_max_key<Cluster>(shared, own.key());
+  const int num_top = min(p.num_top, p.logits.vocab_size);
+  int listed = 0;
+  if (num_top > 0) {
+    listed = list_highest<T, Cluster>(shared, sets, slice, own.ordered, num_top);
+  } else {
+    Cluster::sync();
+  }
+  const uint32_t highest = ordered_of(row_max_key<Cluster>(shared));
   const float max = from_ordered_bits(highest);
   const float logit = to_float(static_cast<const T*>(p.logits.data)[row * p.logits.stride + token]);
   const uint32_t ordered = ordered_bits(logit);
@@ -135,7 +148,13 @@ __device__ __forceinline__ void token_logprobs_cluster(const TokenLogprobsParams
     id[0] = token;
     p.ranks[sample] = sums.rank;
   }
-  if (p.num_top > 0) write_top<Cluster>(p, sample, shared, sets, slice, max, log_sum);
+  if (listed > kRowThreads) {
+    list_selected<Cluster>(shared, sets, slice, max, num_top);
+    listed = num_top;
+  }
+  if (num_top > 0 && Cluster::rank() == 0) {
+    write_top(p, sample, shared.list, listed, num_top, max, log_sum);
+  }
   Cluster::sync();  // others may still read this CTA's shared memory
 }
 
@@ -148,16 +167,21 @@ __device__ __forceinline__ void softmax_cluster(const SoftmaxParams& p, int toke
   const Slice slice =
       slice_of<Cluster>(slice_memory<Cluster>(p.scratch, row, tokens), p.logits.vocab_size, tokens);
   const float divisor = p.temperature == nullptr ? 1.0f : p.temperature[row];
-  post_max_key(shared, load_raw<T>(p.logits, row, aligned, slice, divisor).key());
+  Cluster::arrive();
+  const Highest own = load_raw<T>(p.logits, row, aligned, slice, divisor);
+  Cluster::wait();
+  post_max_key<Cluster>(shared, own.key());
   Cluster::sync();
-  const uint32_t highest = ordered_of(cluster_max_key<Cluster>(shared));
+  const uint32_t highest = ordered_of(row_max_key<Cluster>(shared));
   const float max = from_ordered_bits(highest);
   const uint64_t weights = row_sums<Cluster>(shared, slice, max, 0).weights;
+  Cluster::arrive();
   const float sum = is_finite_ordered(highest) ? __ull2float_rn(weights) * 0x1p-40f : NAN;
   float* out = p.out + row * p.out_stride + slice.begin;
   for (int i = threadIdx.x; i < slice.size; i += kRowThreads) {
     out[i] = probability(slice.ordered[i], max, sum);
   }
+  Cluster::wait();  // others may still read this CTA's shared memory
 }
 
 #define VLLM_KERNELS_ROW_KERNELS(name, Params)                                            \

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ... import token_logprobs
 from ..upload import download
 
-__all__ = ["Logprob", "TokenLogprobs", "top_of"]
+__all__ = ["Logprob", "TokenLogprobs", "TopLogprobs"]
 
 _MAX_TOP = 128  # of the op
 
@@ -21,6 +24,40 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int
     """1 for the likeliest token."""
+
+
+class TopLogprobs(Mapping[int, Logprob]):
+    """Maps a token and the likeliest ones in its place, in this order, to their :class:`Logprob`.
+
+    It makes a Logprob when it is asked for one. Thousands of small objects per pass would keep
+    Python's garbage collector busy.
+    """
+
+    __slots__ = ("_ids", "_logprobs", "_rank")
+
+    def __init__(
+        self, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], rank: int
+    ) -> None:
+        self._ids = ids  # [1 + num_top]; the first may come again
+        self._logprobs = logprobs  # [1 + num_top]
+        self._rank = rank  # of the first token. The others' is their place.
+
+    def __getitem__(self, token: int) -> Logprob:
+        places = (self._ids == token).nonzero()[0]
+        if not len(places):
+            raise KeyError(token)
+        place = int(places[-1])
+        return Logprob(float(self._logprobs[place]), place or self._rank)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(dict.fromkeys(self._ids.tolist()))
+
+    def __len__(self) -> int:
+        again = bool((self._ids[1:] == self._ids[0]).any())
+        return len(self._ids) - again
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class TokenLogprobs:
@@ -44,23 +81,21 @@ class TokenLogprobs:
             found = _all_logprobs(logits if rows is None else logits[rows], tokens, num_top)
         self._tensors = [download(tensor) for tensor in found]
 
-    def fetch(self) -> list[list[tuple[int, Logprob]]]:
-        """Returns (token, logprob) of each row's token, then of the likeliest ones in order.
+    def fetch(self, num_top: int | list[int]) -> list[TopLogprobs]:
+        """Returns the log-probabilities of each row.
 
         On a GPU the caller must wait for the copies first.
+
+        Args:
+            num_top: Number of likeliest tokens that each row asks for, or all rows. -1 means all.
         """
-        logprobs, ids, ranks = (tensor.tolist() for tensor in self._tensors)
-        rows = []
-        for values, tokens, rank in zip(logprobs, ids, ranks):
-            # Only the first one's rank is not its place.
-            pairs = zip(tokens, map(Logprob, values, [rank, *range(1, len(values))]))
-            rows.append(list(pairs))
-        return rows
-
-
-def top_of(row: list[tuple[int, Logprob]], num_top: int) -> dict[int, Logprob]:
-    """Returns the row's token and the ``num_top`` likeliest ones. -1 means all."""
-    return dict(row if num_top < 0 else row[: 1 + num_top])
+        logprobs, ids, ranks = (tensor.numpy().copy() for tensor in self._tensors)
+        each = [num_top] * len(ids) if isinstance(num_top, int) else num_top
+        ends = [None if number < 0 else 1 + number for number in each]
+        return [
+            TopLogprobs(tokens[:end], values[:end], rank)
+            for tokens, values, rank, end in zip(ids, logprobs, ranks.tolist(), ends)
+        ]
 
 
 def _all_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
