@@ -5,16 +5,27 @@
 
 namespace vllm_kernels::cuda {
 
+// What the choice needs of a CTA's shared memory.
+struct ChoiceShared {
+  static constexpr int kPages = 4096;
+
+  SelectShared select;
+  alignas(16) uint32_t scores[kPages];  // where they fit: each pass reads them
+};
+
 // Chooses the `budget` best of `pages` pages, more than budget, whose scores are complete. It calls
 // keep(page, its number among the kept pages, or -1). With kOnlyKept pages that are not kept may be
 // left out. keep() may change the score of its page.
 template <bool kOnlyKept, typename Keep>
 __device__ __forceinline__ void choose_pages(uint32_t* scores, int pages, int budget,
-                                             SelectShared& shared, const Keep& keep) {
+                                             ChoiceShared& choice, const Keep& keep) {
   using Row = RowCluster<1>;
-  const Slice slice{scores, 0, pages};
+  SelectShared& shared = choice.select;
+  const bool fits = pages <= ChoiceShared::kPages;
+  for (int i = threadIdx.x; fits && i < pages; i += kRowThreads) choice.scores[i] = scores[i];
+  const Slice slice{fits ? choice.scores : scores, 0, pages};
   const int padding = 4 * slice.num_vecs() - pages;
-  if (threadIdx.x < padding) scores[pages + threadIdx.x] = 0;
+  if (threadIdx.x < padding) slice.ordered[pages + threadIdx.x] = 0;
   BinSets sets;
   clear(shared.bins[0]);
   __syncthreads();

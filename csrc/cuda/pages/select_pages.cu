@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
   const int ctas = (row.pages - 1) / chunk_pages + 1;
   if (!comes_last(counters + blockIdx.y, ctas)) return;
   choose_pages<true>(row.scores, row.pages, p.budget,
-                     *reinterpret_cast<SelectShared*>(pages_shared), [&](int page, int number) {
+                     *reinterpret_cast<ChoiceShared*>(pages_shared), [&](int page, int number) {
                        if (number >= 0) row.table[number] = row.ids[page];
                      });
 }
@@ -183,7 +183,7 @@ void launch_rows(const SelectPagesParams& p, Stream stream) {
   const int chunk = static_cast<int>(
       std::clamp<int64_t>(ceil_div(share, kStepPages) * kStepPages, kStepPages, kMaxChunkPages));
   const int64_t bytes =
-      std::max<int64_t>(sizeof(float) * (p.row_components() + kVecWidth<T>), sizeof(SelectShared));
+      std::max<int64_t>(sizeof(float) * (p.row_components() + kVecWidth<T>), sizeof(ChoiceShared));
   const int limit = dynamic_shared_memory<select_pages_kernel<T, kAligned>>("select_pages");
   if (bytes > limit) {
     throw std::runtime_error("select_pages: expected bounds of a page of at most " +

@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
   const int ctas = (row.length - 1) / chunk_tokens + 1;
   if (!comes_last(counters + blockIdx.y, ctas)) return;
   choose_pages<false>(row.scores(), row.units, u.budget,
-                      *reinterpret_cast<SelectShared*>(sparq_shared), [&](int unit, int number) {
+                      *reinterpret_cast<ChoiceShared*>(sparq_shared), [&](int unit, int number) {
                         if (number >= 0) row.keep(number, unit);
                         row.scores()[unit] = number >= 0 ? 1 : 0;
                       });
@@ -363,7 +363,7 @@ void launch_rows(const SparqParams& p, Stream stream) {
   const int64_t steps = ceil_div(ceil_div(rows * tokens, slots), step);
   const int64_t chunk = step * std::clamp<int64_t>(steps, 1, kMaxChunkSteps);
   const int64_t bytes =
-      std::max<int64_t>(sizeof(SparqQuery) + sizeof(float) * p.group(), sizeof(SelectShared));
+      std::max<int64_t>(sizeof(SparqQuery) + sizeof(float) * p.group(), sizeof(ChoiceShared));
   const int limit = dynamic_shared_memory<sparq_attention_kernel<C, kAligned>>("sparq_attention");
   if (bytes > limit) {
     throw std::runtime_error("sparq_attention: too many query heads a KV head: " +

@@ -85,6 +85,8 @@ class CountLists:
         self._row_of = torch.full(
             (capacity + 1,), self._rows, dtype=torch.int64, device=self._device
         )
+        # The number of matches before each entry.
+        self._matches = torch.zeros(capacity + 2, dtype=torch.int32, device=self._device)
 
     def lists(self, num_rows: int, is_captured: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the lists for the op. A CUDA graph needs all entries that may be used."""
@@ -141,17 +143,19 @@ class CountLists:
         """
         n = len(input_ids)
         row_of, lengths, covered = self._row_of, self._lengths[:n], self._num_covered[:n]
-        starts = self.indptr[:n].long()
-        has_list = self.indptr[1 : n + 1] > self.indptr[:n]
+        starts, ends = self.indptr[:n].long(), self.indptr[1 : n + 1].long()
+        has_list = ends > starts
         is_new = has_list & (positions >= covered)
         is_output = (positions >= self._prompt_lengths[:n]).int()
         wanted = torch.full((self._rows + 1,), _NO_MATCH, dtype=torch.int32, device=self._device)
         wanted[:n] = torch.where(is_new, input_ids, _NO_MATCH).int()
         gain = torch.zeros_like(wanted)
         gain[:n] = is_output
-        match = (self._tokens == wanted[row_of]).int()
+        match = self._tokens == wanted[row_of]
         self._counts += match * gain[row_of]
-        found = torch.zeros_like(wanted).index_add_(0, row_of, match)[:n] > 0
+        # A sum per row by index_add_ would be 512 atomic additions to the same address.
+        torch.cumsum(match, 0, dtype=torch.int32, out=self._matches[1:])
+        found = self._matches[ends] > self._matches[starts]
         is_appended = is_new & ~found
         places = torch.where(is_appended, starts + lengths, self._capacity)
         self._tokens.scatter_(0, places, input_ids.int())
