@@ -135,7 +135,7 @@ class DecodeTask {
     if (needs_distances(p_)) set_distances(block);
     for (int kv_head = 0; kv_head < block.split.kv_heads; ++kv_head) {
       const int64_t offset = kv_head * int64_t{sizeof(Cache)} * head_size_;
-      read_token_scales(block, next, tokens, block.split.kv_head + kv_head);
+      read_token_scales(block, tokens, block.split.kv_head + kv_head);
       const float scale =
           Rows::kScale * p_.scale * scale_of(p_.kv, true, block.split.kv_head + kv_head);
       for_row_blocks(0, group, [&](auto heads, int group_head) {
@@ -150,6 +150,7 @@ class DecodeTask {
                                                 kMaxBlockTokens);
           float rescales[H];
           for (int head = 0; head < H; ++head) {
+            prefetch_token_scales(next, next.split.kv_head + kv_head, group_head + head, group);
             rescales[head] = softmax_head<H>(block, tokens, first, head);
           }
           add_token_rows<Rows, H, prefetches>(
@@ -214,13 +215,14 @@ class DecodeTask {
     const int tokens = (loads + (tail_tokens > 0)) * Values::kTokens;
     const PageBlock& ahead = next.pages > 0 ? next : block;
     if (needs_distances(p_)) set_distances(block);
-    read_token_scales(block, next, tokens, block.split.kv_head);
+    read_token_scales(block, tokens, block.split.kv_head);
     for_prefetching_row_blocks(0, block.split.heads, [&](auto heads, auto prefetches, int first) {
       constexpr int H = decltype(heads)::value;
       score_pages<Cache, H, prefetches>(block, query_ + first * head_size_, head_size_, block_size_,
                                         logit_scale_, scores_);
       float rescales[kLanes];
       for (int head = 0; head < H; ++head) {
+        prefetch_token_scales(next, next.split.kv_head, first + head, block.split.heads);
         const float rescale = softmax_head<H>(block, tokens, first, head);
         for (int i = 0; i < kLanes / H; ++i) rescales[head * (kLanes / H) + i] = rescale;
       }
@@ -231,31 +233,34 @@ class DecodeTask {
 
   // --- both
 
-  // Reads a KV head's scales of the block, of `tokens` tokens with those past its end, and
-  // prefetches the next block's.
-  void read_token_scales(const PageBlock& block, const PageBlock& next, int tokens,
-                         int32_t kv_head) {
+  // Reads a KV head's scales of the block; `tokens`: with those past its end.
+  void read_token_scales(const PageBlock& block, int tokens, int32_t kv_head) {
     if (!token_scales_.any()) return;
-    for_each_page(block, [&](int64_t page, int slot, int count, int at) {
+    for_each_page(block, 0, block.tokens, [&](int64_t page, int slot, int count, int at) {
       token_scales_.read(page, kv_head, slot, count, at);
     });
     token_scales_.clear(block.tokens, tokens);
-    if (next.pages == 0) return;
-    const int32_t next_head = next.split.kv_head + kv_head - block.split.kv_head;
-    for_each_page(next, [&](int64_t page, int slot, int count, int) {
-      token_scales_.prefetch(page, next_head, slot, count);
-    });
   }
-  // Calls body(page, first slot, slots, first token in the block).
+  // Prefetches part `part` of `parts` of the next block's, between the products: then no lines of
+  // K and V are on their way.
+  void prefetch_token_scales(const PageBlock& next, int32_t kv_head, int part, int parts) const {
+    if (!token_scales_.any() || next.pages == 0) return;
+    for_each_page(next, next.tokens * part / parts, next.tokens * (part + 1) / parts,
+                  [&](int64_t page, int slot, int count, int) {
+                    token_scales_.prefetch(page, kv_head, slot, count);
+                  });
+  }
+  // Calls body(page, first slot, slots, first token) for tokens [at, end) of the block.
   template <typename Body>
-  void for_each_page(const PageBlock& block, const Body& body) const {
+  void for_each_page(const PageBlock& block, int at, int end, const Body& body) const {
     const int32_t* table = p_.block_tables + block.split.seq * p_.block_table_stride;
-    const int page_tokens = p_.kv.block_size;
-    for (int at = 0; at < block.tokens;) {
-      const int32_t position = block.position[at / block_size_];
-      const int slot = position % page_tokens;
-      const int count = min_int32(page_tokens - slot, block.tokens - at);
-      body(table[position / page_tokens], slot, count, at);
+    const int page_tokens = p_.kv.block_size, shift = __builtin_ctz(page_tokens);
+    while (at < end) {
+      const int32_t position =
+          kTokenRows ? block.position[at] : block.position[at >> shift] + (at & (page_tokens - 1));
+      const int slot = position & (page_tokens - 1);
+      const int count = min_int32(page_tokens - slot, end - at);
+      body(table[position >> shift], slot, count, at);
       at += count;
     }
   }

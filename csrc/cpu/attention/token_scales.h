@@ -33,8 +33,10 @@ class BlockScales {
     const TokenScales& from = p_.token_scales;
     const float* keys = from.key + from.key_offset(page, head) + slot;
     const float* values = from.value + from.value_offset(page, head) + slot;
-    for (int i = 0; i < count; ++i) key_[at + i] = keys[i];
-    for (int i = 0; i < count; ++i) value_[at + i] = values[i];
+    for_each_vector(0, count, [&](int64_t i, auto n) {
+      store(key_ + at + i, load(keys + i, n), n);
+      store(value_ + at + i, load(values + i, n), n);
+    });
   }
   // Tokens from `count` up to `end`, rounded up to a whole vector, become 0.
   void clear(int count, int end) {
