@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                               dequant_warp - kDequantWarps, lane);
       }
     };
-    dispatch_8_bit(p.kv.dtype, with_cache);
+    p.token_scales.any() ? with_cache(ScaledInt8{}) : dispatch_8_bit(p.kv.dtype, with_cache);
   };
   if (warp < kWarps) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kTuning.consumer_registers));
