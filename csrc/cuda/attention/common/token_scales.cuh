@@ -17,10 +17,12 @@ namespace vllm_kernels::cuda {
 template <typename Cache>
 constexpr bool kHasTokenScales = std::is_same_v<Cache, ScaledInt8>;
 
-// log2 of a value scale's magnitude. The bounds keep row_sum within float32; NaN counts as small.
+// log2 of a value scale's magnitude. The bounds keep row_sum within float32: a weight is at most
+// 2^(96 + kRescaleThreshold), and few are too small. NaN counts as small.
 __device__ __forceinline__ float scale_exponent(float value_scale) {
-  return __log2f(fminf(fmaxf(fabsf(value_scale), 0x1p-96f), 0x1p126f));
+  return __log2f(fminf(fmaxf(fabsf(value_scale), 0x1p-96f), 0x1p64f));
 }
+constexpr float kMaxScaledWeight = 0x1p104f;
 
 // The scales of a lane's two tokens (of score elements 0, 1 and 2, 3) in a group of 16.
 struct PairScales {

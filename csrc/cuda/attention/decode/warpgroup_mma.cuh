@@ -369,6 +369,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
                                               uint32_t to_probs, int lane) const {
     constexpr uint32_t kChunk = kUsed * 128;
     uint32_t most = 0;
+    float most_weight = 0.0f;
 #pragma unroll
     for (int t = 0; t < kUsed; t += 2) {
       uint32_t packed[2][2];
@@ -383,6 +384,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         sums[t + u][0] = weight[0] + weight[2];
         sums[t + u][1] = weight[1] + weight[3];
         if constexpr (kScaled) {
+          most_weight = fmaxf(most_weight, fmaxf(sums[t + u][0], sums[t + u][1]));
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             weight[j] *= of_tokens.value[j >> 1];
@@ -393,7 +395,9 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         packed[u][0] = pack2<Element>(weight[0], weight[1]);
         packed[u][1] = pack2<Element>(weight[2], weight[3]);
         order_probs(packed[u][0], packed[u][1], lane);
-        most = larger(most, larger(packed[u][0], packed[u][1]));
+        // Only scales may be negative.
+        constexpr uint32_t kMagnitude = kScaled ? 0x7fff7fff : 0xffffffff;
+        most = larger(most, larger(packed[u][0] & kMagnitude, packed[u][1] & kMagnitude));
       }
       // stmatrix: (rows 8t .., slots 0-7) (8t + 8 .., 0-7) (8t .., 8-15) (8t + 8 .., 8-15).
       const uint32_t to = to_probs + (2 * warp_in_consumer + (lane >> 4)) * kChunk +
@@ -404,7 +408,9 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     // p >= 0, so bits compare like values.
     constexpr uint32_t kLimit = std::is_same_v<Element, __half> ? 0x5c00 : 0x4380;
     static_assert(kRescaleThreshold == 8.0f);  // kLimit is 2^8 in Element
-    return max(most & 0xffff, most >> 16) > kLimit;
+    const bool exceeds = max(most & 0xffff, most >> 16) > kLimit;
+    // Where a value scale is tiny or 0, its product does not show how large the weight is.
+    return kScaled ? exceeds || most_weight > kMaxScaledWeight : exceeds;
   }
 
   // This lane's fragments of a stage's K; zeros past the head size.
