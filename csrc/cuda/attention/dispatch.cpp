@@ -6,6 +6,7 @@
 //   4  as 3 with many rows, if prefill cannot take query, out or scale        decode
 //   5  many query rows on Hopper, pages of 16 tokens or more                  prefill sm90
 //   6  many query rows otherwise                                              prefill sm80
+//      scales of tokens, which sm80 lacks                                     decode
 //   7  anything else                                                          SIMT
 // After 5 and 6, a mixed batch gets a concurrent decode launch for its short sequences.
 // ../README.md has the same table with exact conditions. Thresholds are in heuristics.h.
@@ -108,7 +109,9 @@ uint32_t prefill_sm90_obstacles(const PagedAttentionParams& p, const DeviceModel
          when(p.key_start_loc == nullptr && kv.block_size < 16, kPageSize) |
          when(!is_8_bit && kv.dtype != p.dtype, kCacheType) |
          when(is_8_bit && kv.head_size > kMaxHeadSize8Bit, kHeadSizeOn8Bit) |
-         when(is_8_bit && p.modifies_scores(), kSoftcapOrAlibiOn8Bit);
+         when(is_8_bit && p.modifies_scores(), kSoftcapOrAlibiOn8Bit) |
+         when(p.token_scales.any() && !takes_token_scales(prefill_form(kv), kv.head_size),
+              kTokenScales);
 }
 
 uint32_t prefill_sm80_obstacles(const PagedAttentionParams& p) {
@@ -127,7 +130,8 @@ uint32_t prefill_sm80_obstacles(const PagedAttentionParams& p) {
 
 // Obstacles of prefill sm90 that do not count once K and V are gathered.
 constexpr uint32_t kGone =
-    kSmallPages | kPageSize | kUnalignedCache | kSoftcapOrAlibiOn8Bit | kHeadSizeOn8Bit;
+    kSmallPages | kPageSize | kUnalignedCache | kSoftcapOrAlibiOn8Bit | kHeadSizeOn8Bit |
+    kTokenScales;
 
 // Whether prefill sm90 is faster with K and V gathered to contiguous 16-bit keys.
 bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
@@ -476,7 +480,8 @@ constexpr Words kObstacleWords[] = {
     {kFusedPageSize, "one launch has pages up to 16 tokens"},
     {kFusedHeadSize, "one launch has heads up to 128"},
     {kFusedGroup, "one launch has up to 8 query heads per KV head"},
-    {kTokenScales, "prefill sm80 has one scale a cache or KV head"},
+    {kTokenScales,
+     "prefill sm80 has no scale a token, nor prefill sm90 for layout vllm with heads above 128"},
     {kUnalignedProjection,
      "one launch reads qkv, weights, cos_sin_cache and the cache in vectors of 16 bytes"},
 };

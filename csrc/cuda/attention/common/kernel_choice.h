@@ -51,7 +51,7 @@ enum Obstacle : uint32_t {
   kFusedHeadSize = 1 << 22,         // fused decode: up to 128
   kFusedGroup = 1 << 23,            // fused decode: up to 8 query heads per KV head
   kUnalignedProjection = 1 << 24,   // fused decode: vectors of 16 bytes
-  kTokenScales = 1 << 25,           // prefill sm80: a scale a token
+  kTokenScales = 1 << 25,           // prefill sm80; sm90: layout vllm, heads above 128
 };
 
 // Grid and splits of the SIMT kernel.
@@ -120,6 +120,11 @@ inline int64_t gather_bytes(const PagedAttentionParams& p, int64_t rows) {
 constexpr int kSimtHeads = 8, kSimtWarps = 4;
 // Prefill sm90: 8-bit caches have heads up to this size.
 constexpr int kMaxHeadSize8Bit = 192;
+// Prefill sm90: whether a cache with a scale a token is read where it lies. V of layout vllm needs 16
+// scales at once, and longer heads leave no registers for them.
+constexpr bool takes_token_scales(KvForm form, int head_size) {
+  return form == KvForm::kSwizzledRows || head_size <= 128;
+}
 // Prefill sm80: tokens of a sequence.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
 // Fused decode: query heads of a KV head.

@@ -53,19 +53,23 @@ __device__ __forceinline__ uint4 dequantize8(uint32_t first, uint32_t second, co
 }
 
 // The scales of a KV tile's tokens, of the boxes that one dequant warp takes. Lane l has token l %
-// 16 of its boxes l / 16 and l / 16 + 2.
+// 16 of its boxes l / 16 and, where a warp has more than two, l / 16 + 2.
+template <int kBoxesOfWarp>
 struct TileScales {
-  float boxes[2] = {0.0f, 0.0f};
+  static_assert(kBoxesOfWarp <= 4);
+  float boxes[kBoxesOfWarp > 2 ? 2 : 1] = {};
 
   // of_box(i, t): the scale of token t of the warp's i-th box. All lanes.
   template <typename OfBox>
   __device__ __forceinline__ void read(int lane, const OfBox& of_box) {
     boxes[0] = of_box(lane / 16, lane % 16);
-    boxes[1] = of_box(lane / 16 + 2, lane % 16);
+    if constexpr (kBoxesOfWarp > 2) boxes[1] = of_box(lane / 16 + 2, lane % 16);
   }
   // All lanes, with the same i.
   __device__ __forceinline__ float get(int i, int token) const {
-    return __shfl_sync(0xffffffffu, i < 2 ? boxes[0] : boxes[1], i % 2 * 16 + token);
+    float held = boxes[0];
+    if constexpr (kBoxesOfWarp > 2) held = i < 2 ? held : boxes[1];
+    return __shfl_sync(0xffffffffu, held, i % 2 * 16 + token);
   }
 };
 
@@ -99,7 +103,7 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
   constexpr bool kChunkIsTokens = kValue && !kRowForm;  // else it is 16 dimensions
   constexpr bool kScaled = kHasTokenScales<Cache>;
   constexpr int kBoxes = Pages::kBoxes;
-  static_assert((kBoxes + kDequantWarps - 1) / kDequantWarps <= 4);  // TileScales
+  using Scales = TileScales<(kBoxes + kDequantWarps - 1) / kDequantWarps>;
   constexpr uint32_t kBoxBytes = PrefillMma<Config>::kBoxBytes;
   constexpr int kChunks = Config::kHeadSize / 32;  // of a lane, in a box
   const PagedKv& kv = p.kv;
@@ -151,8 +155,8 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
         }
       }
     };
-    TileScales scales, next_scales;
-    const auto read_scales = [&](int number, TileScales& of_tile) {
+    Scales scales, next_scales;
+    const auto read_scales = [&](int number, Scales& of_tile) {
       if constexpr (!kScaled) return;
       of_tile.read(lane, [&](int i, int t) {
         const int box = warp + i * kDequantWarps;
@@ -191,14 +195,11 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
         const int token = token_of(i) + box * kPrefillBoxTokens;
         const bool is_whole_box =
             token >= work_tile.begin && token + kPrefillBoxTokens <= work_tile.end;
-        float of_tokens[kChunkIsTokens ? 16 : 1];  // kScaled: this lane's scales
+        float of_tokens[kChunkIsTokens ? 16 : 1];  // kScaled: the scales of this lane's tokens
         if constexpr (kScaled) {
-          const int number = box / kDequantWarps;
-          if constexpr (kChunkIsTokens) {
 #pragma unroll
-            for (int t = 0; t < 16; ++t) of_tokens[t] = scales.get(number, t);
-          } else {
-            of_tokens[0] = scales.get(number, token_of_lane);
+          for (int t = 0; t < (kChunkIsTokens ? 16 : 1); ++t) {
+            of_tokens[t] = scales.get(box / kDequantWarps, kChunkIsTokens ? t : token_of_lane);
           }
         }
 #pragma unroll

@@ -318,7 +318,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                               dequant_warp - kDequantWarps, lane);
       }
     };
-    p.token_scales.any() ? with_cache(ScaledInt8{}) : dispatch_8_bit(p.kv.dtype, with_cache);
+    if constexpr (takes_token_scales(Config::kForm, Config::kHeadSize)) {
+      if (p.token_scales.any()) return with_cache(ScaledInt8{});
+    }
+    dispatch_8_bit(p.kv.dtype, with_cache);
   };
   if (warp < kWarps) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kTuning.consumer_registers));
