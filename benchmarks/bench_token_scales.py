@@ -3,8 +3,8 @@
     python -m benchmarks.bench_token_scales [--layout vllm] [--seconds 0.3]
 
 32 query heads, 8 KV heads, head size 128, permuted pages of 16 tokens. KV copies rotate, so that no
-cache serves them. The candidates of a case take turns, and their medians are compared. Bytes are
-those of K, V and their scales. `b64_c2k`: 64 sequences of 2048 tokens; `_q8`: of 8 query tokens.
+cache serves them. On a CPU the candidates of a case take turns. Bytes are those of K, V and their
+scales. `b64_c2k`: 64 sequences of 2048 tokens; `_q8`: of 8 query tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import vllm_kernels
-from benchmarks.harness import copies_for, machine, median_seconds
+from benchmarks.harness import copies_for, machine, medians
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
 CASES = {  # sequences, tokens, query tokens
@@ -77,17 +77,16 @@ def measure(name: str, layout: str, device: str, seconds: float) -> None:
             out=out, **given, **several,
         )  # fmt: skip
 
-    times: dict[str, float] = {}
+    runs = {candidate: functools.partial(call, candidate=candidate) for candidate in CANDIDATES}
+    times = medians(runs, device, copies, seconds)
     for candidate in CANDIDATES:
-        run = functools.partial(call, candidate=candidate)
-        times[candidate] = median_seconds(run, device, copies, seconds)
         of_scales = 2 * KV_HEADS * 4 if "token" in candidate else 0
         total = batch * context * (token_bytes + of_scales)
         print(
             f"{name:<13} {layout:<5} {candidate:<22} {times[candidate] * 1e6:>9.1f} "
             f"{total / 1e6:>8.1f} {total / times[candidate] * 1e-9:>6.0f} "
             f"{times[candidate] / times['e4m3']:>6.3f} "
-            f"{times[candidate] / times.get('int8', times[candidate]):>6.3f}",
+            f"{times[candidate] / times['int8']:>6.3f}",
             flush=True,
         )
 

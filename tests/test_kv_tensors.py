@@ -122,9 +122,7 @@ def test_rotated_tokens_have_scales(layout: str, device: str) -> None:
         cache = KVCache(shape(layout=layout, cache_dtype=cache_dtype), 3, device=device)
         query, key, value = qkv[:19].clone().view(19, 8, 32).split([4, 2, 2], 1)
         before = key.clone()
-        cache.rope_and_write(
-            1, positions[:19], query, key, value, table, positions[:19], **norms
-        )
+        cache.rope_and_write(1, positions[:19], query, key, value, table, positions[:19], **norms)
         assert torch.equal(key, before)
         last = cache.decode(
             1, qkv[19:].clone(), positions[19:], table, positions[19:], blocks, length, **norms

@@ -62,7 +62,8 @@ struct PagedKv {
   }
 };
 
-// An int8 cache with a scale of its own for every token and KV head. Scale (block, head, token) is at
+// An int8 cache with a scale of its own for every token and KV head. Scale (block, head, token) is
+// at
 //   block * block_stride + head * head_stride + token
 // A scale may be any float: 0 for a row of zeros, NaN for a row with a NaN. Those of slots that are
 // not visible may hold anything.

@@ -115,7 +115,7 @@ def test_scales_of_tokens_of_shared_blocks(device: str) -> None:
     """Prefixes that several requests share, and completions that fork."""
     model = tiny_model("llama", device, initializer_range=0.1)
     first = prompts((40,))[0]
-    texts = [first, first[:30] + [3, 4, 5], first[:21]]
+    texts = [first, [*first[:30], 3, 4, 5], first[:21]]
     options = SMALL | {"cache_dtype": "int8_per_token"}
     with Engine(model, prefix_caching=False, **options) as engine:
         want = [greedy(engine, [text])[0] for text in texts]

@@ -155,7 +155,7 @@ def make_case(
 
 
 def with_token_scales(case: Case, span: float = 4.0) -> Case:
-    """The case of an int8 cache with a scale a token and KV head; NaN where no sequence has a token.
+    """The case of an int8 cache with a scale a token and KV head; NaN in slots without a token.
 
     span: what the largest scale of V is to the smallest, spread evenly in its logarithm.
     """

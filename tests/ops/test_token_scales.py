@@ -352,6 +352,4 @@ def test_opcheck_and_compile(device):
     got = vllm_kernels.paged_attention(*meta[:5], k_token_scales=meta[5], v_token_scales=meta[6])
     assert got.is_meta and got.shape == case.query.shape
     with raises("^paged_attention: v_token_scales: expected num_blocks"):
-        vllm_kernels.paged_attention(
-            *meta[:5], k_token_scales=meta[5], v_token_scales=meta[6][:1]
-        )
+        vllm_kernels.paged_attention(*meta[:5], k_token_scales=meta[5], v_token_scales=meta[6][:1])

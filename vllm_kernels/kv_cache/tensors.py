@@ -115,9 +115,7 @@ class KVShape:
             "cache_dtype", f"auto, {', '.join(CACHE_DTYPES)}", self.cache_dtype, InvalidArgument,
         )  # fmt: skip
         with_scales = f"False with {self.cache_dtype}"
-        check(
-            not (self.page_bounds and self.has_token_scales), "page_bounds", with_scales, "True"
-        )
+        check(not (self.page_bounds and self.has_token_scales), "page_bounds", with_scales, "True")
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -286,7 +284,8 @@ class KVCache:
             slot_mapping: [num_tokens] int64; -1: not stored.
         """
         kc, vc = self._pages(layer)
-        if self.shape.has_token_scales:
+        kind = self.shape.cache_dtype
+        if kind == "int8_per_token":
             vllm_kernels.reshape_and_cache_per_token_quant(
                 key, value, kc, vc, self.key_scales[layer], self.value_scales[layer], slot_mapping,
                 self.shape.layout,
@@ -295,7 +294,6 @@ class KVCache:
         scales = self._k_scales[layer], self._v_scales[layer]
         if not self._is_quantized:  # the writers want one element then
             scales = scales[0][:1], scales[1][:1]
-        kind = self.shape.cache_dtype
         if self.shape.layout == "vllm":
             vllm_kernels.reshape_and_cache(key, value, kc, vc, slot_mapping, kind, *scales)
         else:
@@ -566,10 +564,13 @@ class KVCache:
             return {}
         return {"k_scale": self._k_scales[layer], "v_scale": self._v_scales[layer]}
 
-    def _token_scales_of(self, layer: int) -> dict[str, Tensor]:
+    def _token_scales_of(self, layer: int) -> dict[str, Any]:
         if not self.shape.has_token_scales:
             return {}
-        return {"k_token_scales": self.key_scales[layer], "v_token_scales": self.value_scales[layer]}
+        return {
+            "k_token_scales": self.key_scales[layer],
+            "v_token_scales": self.value_scales[layer],
+        }
 
     def _refuse_token_scales(self, function: str) -> None:
         if self.shape.has_token_scales:

@@ -241,11 +241,11 @@ class DecodeTask {
     });
     token_scales_.clear(block.tokens, tokens);
   }
-  // Prefetches part `part` of `parts` of the next block's, between the products: then no lines of
-  // K and V are on their way.
-  void prefetch_token_scales(const PageBlock& next, int32_t kv_head, int part, int parts) const {
+  // Prefetches slice `slice` of `slices` of the next block's, between the products: then no lines
+  // of K and V are on their way.
+  void prefetch_token_scales(const PageBlock& next, int32_t kv_head, int slice, int slices) const {
     if (!token_scales_.any() || next.pages == 0) return;
-    for_each_page(next, next.tokens * part / parts, next.tokens * (part + 1) / parts,
+    for_each_page(next, next.tokens * slice / slices, next.tokens * (slice + 1) / slices,
                   [&](int64_t page, int slot, int count, int) {
                     token_scales_.prefetch(page, kv_head, slot, count);
                   });

@@ -52,8 +52,7 @@ bool scales_are_aligned(const TokenScales& scales) {
 
 bool cache_is_aligned(const PagedAttentionParams& p) {
   const PagedKv& kv = p.kv;
-  return scales_are_aligned(p.token_scales) &&
-         is_aligned(kv.key, 16) && is_aligned(kv.value, 16) &&
+  return scales_are_aligned(p.token_scales) && is_aligned(kv.key, 16) && is_aligned(kv.value, 16) &&
          fits_stride(kv, kv.key_block_stride) && fits_stride(kv, kv.key_head_stride) &&
          fits_stride(kv, kv.value_block_stride) && fits_stride(kv, kv.value_head_stride) &&
          (kv.layout == KvLayout::kVllm ||
@@ -129,9 +128,8 @@ uint32_t prefill_sm80_obstacles(const PagedAttentionParams& p) {
 }
 
 // Obstacles of prefill sm90 that do not count once K and V are gathered.
-constexpr uint32_t kGone =
-    kSmallPages | kPageSize | kUnalignedCache | kSoftcapOrAlibiOn8Bit | kHeadSizeOn8Bit |
-    kTokenScales;
+constexpr uint32_t kGone = kSmallPages | kPageSize | kUnalignedCache | kSoftcapOrAlibiOn8Bit |
+                           kHeadSizeOn8Bit | kTokenScales;
 
 // Whether prefill sm90 is faster with K and V gathered to contiguous 16-bit keys.
 bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {

@@ -120,8 +120,8 @@ inline int64_t gather_bytes(const PagedAttentionParams& p, int64_t rows) {
 constexpr int kSimtHeads = 8, kSimtWarps = 4;
 // Prefill sm90: 8-bit caches have heads up to this size.
 constexpr int kMaxHeadSize8Bit = 192;
-// Prefill sm90: whether a cache with a scale a token is read where it lies. V of layout vllm needs 16
-// scales at once, and longer heads leave no registers for them.
+// Prefill sm90: whether a cache with a scale a token is read where it lies. V of layout vllm needs
+// 16 scales at once, and longer heads leave no registers for them.
 constexpr bool takes_token_scales(KvForm form, int head_size) {
   return form == KvForm::kSwizzledRows || head_size <= 128;
 }

@@ -255,8 +255,8 @@ __device__ __forceinline__ void attend(
         uint64_t tokens = pipeline.present();
         if (is_fully_visible & (tokens == ~uint64_t{0})) {
           const auto nothing = [](float score, int, int, int) { return score; };
-          mma.template step<kUsed, true>(keys, pipeline.value(), scales, tokens,
-                                         nothing, release, shape.stage_layout, lane);
+          mma.template step<kUsed, true>(keys, pipeline.value(), scales, tokens, nothing, release,
+                                         shape.stage_layout, lane);
           continue;
         }
         const TileRows mine = rows;
@@ -275,8 +275,8 @@ __device__ __forceinline__ void attend(
           return adjusted_score(p, shape.cap, query_row.head,
                                 first + token - mine.position - query_row.token, score);
         };
-        mma.template step<kUsed, false>(keys, pipeline.value(), scales, tokens, adjust,
-                                        release, shape.stage_layout, lane);
+        mma.template step<kUsed, false>(keys, pipeline.value(), scales, tokens, adjust, release,
+                                        shape.stage_layout, lane);
       }
     };
     if (kMaxTiles == 8 && mma.tiles == 8) {

@@ -499,7 +499,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         if constexpr (kReloads) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            of_rows[j] = load_shared<float>(row_scales + row_of(lane, t, j) * 4) * softmax_scale_log2;
+            of_rows[j] =
+                load_shared<float>(row_scales + row_of(lane, t, j) * 4) * softmax_scale_log2;
           }
         }
 #pragma unroll
@@ -531,8 +532,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       consumer_barrier();
     }
     float sums[kUsed][2];
-    if (consumer_any(
-            store_probs<kUsed, kProducts, !kPlain>(c, of_tokens, sums, stored, lane))) {
+    if (consumer_any(store_probs<kUsed, kProducts, !kPlain>(c, of_tokens, sums, stored, lane))) {
       if (kProducts) scale_scores();
       raise_row_max<kUsed>(c, of_tokens, stored, lane);
       store_probs<kUsed, false, !kPlain>(c, of_tokens, sums, stored, lane);

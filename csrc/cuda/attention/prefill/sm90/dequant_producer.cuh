@@ -221,13 +221,13 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
                      (dim / 8 + half) * 128 + token_of_lane % 8 * 16;
             }
           };
-          const auto widened = [&](uint32_t low, uint32_t high, int first) {
+          const auto upcast_chunk = [&](uint32_t low, uint32_t high, int first) {
             if constexpr (!kScaled) return upcast8<T, Cache>(low, high);
-            return dequantize8<T>(
-                low, high, [&](int e) { return of_tokens[kChunkIsTokens ? first + e : 0]; });
+            return dequantize8<T>(low, high,
+                                  [&](int e) { return of_tokens[kChunkIsTokens ? first + e : 0]; });
           };
-          store_shared(stage + smem_offset(0), widened(elements.x, elements.y, 0));
-          store_shared(stage + smem_offset(1), widened(elements.z, elements.w, 8));
+          store_shared(stage + smem_offset(0), upcast_chunk(elements.x, elements.y, 0));
+          store_shared(stage + smem_offset(1), upcast_chunk(elements.z, elements.w, 8));
         }
         if (has_next) fetch(i + 1, box);  // its buffer has been read
       }
