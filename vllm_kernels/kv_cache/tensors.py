@@ -489,7 +489,6 @@ class KVCache:
             sinks=sinks,
             layout=self.shape.layout,
             **self._scales_of(layer),
-            **self._token_scales_of(layer),
             out=out,
         )
 
@@ -560,17 +559,12 @@ class KVCache:
 
     def _scales_of(self, layer: int) -> dict[str, Any]:
         """Of an 8-bit cache; others have none."""
+        if self.shape.has_token_scales:
+            scales = self.key_scales[layer], self.value_scales[layer]
+            return dict(zip(("k_token_scales", "v_token_scales"), scales))
         if not self._is_quantized:
             return {}
         return {"k_scale": self._k_scales[layer], "v_scale": self._v_scales[layer]}
-
-    def _token_scales_of(self, layer: int) -> dict[str, Any]:
-        if not self.shape.has_token_scales:
-            return {}
-        return {
-            "k_token_scales": self.key_scales[layer],
-            "v_token_scales": self.value_scales[layer],
-        }
 
     def _refuse_token_scales(self, function: str) -> None:
         if self.shape.has_token_scales:
