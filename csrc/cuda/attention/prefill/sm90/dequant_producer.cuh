@@ -168,7 +168,7 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
         const TokenScales& all = p.token_scales;
         const int64_t page = kValue ? all.value_offset(block, work_tile.kv_head)
                                     : all.key_offset(block, work_tile.kv_head);
-        return __ldg((kValue ? all.value : all.key) + page + pages.row_in_block(token));
+        return (kValue ? all.value : all.key)[page + pages.row_in_block(token)];
       });
     };
     look_up(0);
