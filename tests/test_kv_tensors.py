@@ -48,7 +48,8 @@ def attend(cache: KVCache, layer: int, blocks: list[int], num_tokens: int, seed:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_write_and_attend(layout: str, cache_dtype: str, device: str) -> None:
     """All layouts and types hold the same tokens, 8-bit ones roughly."""
-    scale = {"auto": 1.0, "fp8_e5m2": 1e-3, "int8": 0.03}.get(cache_dtype, 0.02)
+    scales = {"auto": 1.0, "fp8_e5m2": 1e-3, "int8": 0.03, "int8_per_token": 1.0}
+    scale = scales.get(cache_dtype, 0.02)
     cache = KVCache(
         shape(layout=layout, cache_dtype=cache_dtype), 4, device=device,
         k_scale=scale, v_scale=torch.full((3, 2), scale),
@@ -63,15 +64,21 @@ def test_write_and_attend(layout: str, cache_dtype: str, device: str) -> None:
     assert cache.key_caches[0].dtype == cache.shape.stored_dtype
 
 
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8_per_token"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_copies(layout: str, device: str) -> None:
-    cache = KVCache(shape(layout=layout), 6, device=device, num_host_blocks=4)
+def test_copies(layout: str, cache_dtype: str, device: str) -> None:
+    """Of blocks with their scales."""
+    cache = KVCache(
+        shape(layout=layout, cache_dtype=cache_dtype), 6, device=device, num_host_blocks=4
+    )
     for layer in range(3):
         fill(cache, layer, 16)
     before = [attend(cache, layer, [0, 1], 16) for layer in range(3)]
     cache.copy(torch.tensor([[0, 4], [1, 5]]))
     cache.swap_out(torch.tensor([[0, 3], [1, 0]]))
     for tensor in (*cache.key_caches, *cache.value_caches):
+        tensor[:4] = float("nan") if tensor.is_floating_point() else 99
+    for tensor in (*cache.key_scales, *cache.value_scales):
         tensor[:4] = float("nan")
     cache.swap_in(torch.tensor([[3, 2], [0, 1]]))
     for layer in range(3):
@@ -80,6 +87,60 @@ def test_copies(layout: str, device: str) -> None:
     nothing = torch.empty(0, 2, dtype=torch.int64)
     cache.copy(nothing)
     cache.swap_out(nothing)
+
+
+def test_scales_of_tokens(device: str) -> None:
+    """Tokens of widely different sizes are as exact as any; a block has its scales' bytes, too."""
+    scaled = shape(cache_dtype="int8_per_token")
+    assert scaled.token_bytes == 2 * 2 * (32 + 4) and scaled.block_bytes == 3 * 8 * 144
+    cache = KVCache(scaled, 4, device=device)
+    assert cache.key_scales[2].shape == (4, 2, 8) and len(cache.value_scales) == 3
+    key, value = torch.randn(2, 20, 2, 32, device=device) * 10.0 ** torch.arange(-3, 1).repeat(5)[
+        :, None, None
+    ].to(device)
+    cache.write(1, key, value, torch.arange(20, device=device))
+    wide = KVCache(SHAPE, 4, device=device)
+    wide.write(1, key, value, torch.arange(20, device=device))
+    got, want = (attend(one, 1, [0, 1, 2], 20) for one in (cache, wide))
+    torch.testing.assert_close(got, want, atol=0.02, rtol=0.02)
+    cache.free()
+    assert not cache.key_scales
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rotated_tokens_have_scales(layout: str, device: str) -> None:
+    """rope_and_write and decode, with norms: as over a cache of the model's dtype."""
+    positions = torch.arange(20, device=device)
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(16, device=device) / 16)
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    norms = dict(zip(("q_weight", "k_weight"), 1 + torch.rand(2, 32, device=device)))
+    qkv = torch.randn(20, 8 * 32, device=device)
+    blocks = torch.tensor([[0, 1, 2]], dtype=torch.int32, device=device)
+    length = torch.tensor([20], dtype=torch.int32, device=device)
+    results = []
+    for cache_dtype in ("auto", "int8_per_token"):
+        cache = KVCache(shape(layout=layout, cache_dtype=cache_dtype), 3, device=device)
+        query, key, value = qkv[:19].clone().view(19, 8, 32).split([4, 2, 2], 1)
+        before = key.clone()
+        cache.rope_and_write(1, positions[:19], query, key, value, table, positions[:19], **norms)
+        assert torch.equal(key, before)
+        last = cache.decode(
+            1, qkv[19:].clone(), positions[19:], table, positions[19:], blocks, length, **norms
+        )
+        results.append((query, last))
+    for got, want in zip(results[1], results[0]):
+        torch.testing.assert_close(got, want, atol=0.03, rtol=0.03)
+
+
+def test_what_has_no_scales_of_tokens(device: str) -> None:
+    with pytest.raises(NotImplementedError, match="page_bounds: expected False with int8_per_tok"):
+        shape(cache_dtype="int8_per_token", page_bounds=True)
+    with pytest.raises(ValueError, match=r"k_scale: expected 1.0 .* this one is int8_per_token"):
+        KVCache(shape(cache_dtype="int8_per_token"), 4, k_scale=0.5)
+    cache = KVCache(shape(cache_dtype="int8_per_token"), 4, device=device)
+    query, table = torch.randn(1, 4, 32, device=device), torch.zeros(1, 1, device=device).int()
+    with pytest.raises(NotImplementedError, match="attend_sparq: expected another cache_dtype th"):
+        cache.attend_sparq(0, query, table, table[0], r=8, k=8)
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor, np.ndarray.tolist])

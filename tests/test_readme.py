@@ -50,6 +50,7 @@ PRINTED = {
     ),
     ("docs/context_parallel.md", "local_lens"): r"\[25, 25, 25, 25\] True",
     ("docs/determinism.md", "fixed_split_size"): r"True",
+    ("docs/fp8_cache.md", "k_token_scales"): r"torch\.Size\(\[1, 8, 64\]\)",
     ("docs/engine.md", "sampled"): r"(?s).+\n.+\n0 (stop|length)\n1 (stop|length)\n.+",
     ("docs/engine.md", "add_request"): r"2 requests finished",
     ("docs/engine.md", "AsyncEngine"): r"True\ntoo late\n4 tokens",

@@ -461,6 +461,43 @@ def prompts() -> None:
                     torch.cuda.synchronize()
 
 
+def token_scales() -> None:
+    """paged_attention over int8 with a scale a token: decode, several query tokens, prompts, and
+    keys that are gathered; scales of unused slots are NaN."""
+    lens = torch.tensor([700, 0, 33, 1300], dtype=torch.int32, device=CUDA)
+    counts = {1: [1, 1, 1, 1], 9: [9, 0, 5, 1], 330: [330, 0, 20, 300], 1100: [600, 0, 1, 1100]}
+    for dtype in DTYPES:
+        for head_size, page, heads in (
+            (128, 16, 2), (64, 16, 8), (48, 32, 2), (256, 8, 2), (80, 16, 2), (192, 256, 2),
+            (128, 64, 8), (128, 4, 1),
+        ):  # fmt: skip
+            pages = -(-1300 // page)
+            tables = torch.randperm(4 * pages, device=CUDA).view(4, pages).int()
+            rows = torch.randint(-99, 99, (4 * pages, page, heads, head_size), device=CUDA).char()
+            scales = torch.rand(2, 4 * pages, heads, page, device=CUDA) / 32
+            for seq, length in enumerate(lens.tolist()):
+                scales[:, tables[seq, -(-length // page) :].long()] = float("nan")
+            by_layout = {
+                "NHD": (rows, rows),
+                "HND": (rows.transpose(1, 2).contiguous(),) * 2,
+                "vllm": (
+                    rows.unflatten(-1, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous(),
+                    rows.permute(0, 2, 3, 1).contiguous(),
+                ),
+            }
+            for layout, (key, value) in by_layout.items():
+                for most, queries in counts.items():
+                    starts = torch.tensor([0, *queries], device=CUDA).cumsum(0).int()
+                    for group in (1, 4) if most < 300 else (4,):
+                        query = torch.randn(sum(queries), group * heads, head_size, device=CUDA)
+                        out = vllm_kernels.paged_attention(
+                            query.to(dtype), key, value, tables, lens, layout=layout,
+                            query_start_loc=starts, max_query_len=most,
+                            k_token_scales=scales[0], v_token_scales=scales[1],
+                        )  # fmt: skip
+                        assert out.isfinite().all()
+
+
 def contiguous_keys() -> None:
     """varlen_attention: causal and not, few and many query tokens, every pair of types."""
     eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -571,6 +608,7 @@ def sampling() -> None:
 def main() -> None:
     groups = (
         general_attention,
+        token_scales,
         prompts,
         contiguous_keys,
         decode_steps,

@@ -85,6 +85,9 @@ struct PagedAttentionParams {
   // CUDA: this is the second of two concurrent launches that share a batch. Sequences of more than
   // max_query_len query tokens belong to the first one.
   bool concurrent = false;
+  // paged_attention over int8. Score t is multiplied with the key's scale, weight t with the
+  // value's after row_sum has taken it. kv.k_scale and kv.v_scale are then null.
+  TokenScales token_scales;
 
   // Whether scores need more than the scale and the mask: softcap or ALiBi.
   VLLM_KERNELS_HOST_DEVICE bool modifies_scores() const {

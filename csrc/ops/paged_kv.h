@@ -62,4 +62,26 @@ struct PagedKv {
   }
 };
 
+// An int8 cache with a scale of its own for every token and KV head. Scale (block, head, token) is
+// at
+//   block * block_stride + head * head_stride + token
+// A scale may be any float: 0 for a row of zeros, NaN for a row with a NaN. Those of slots that are
+// not visible may hold anything.
+struct TokenScales {
+  const float* key = nullptr;  // [num_blocks, num_kv_heads, block_size]; null: one scale a head
+  const float* value = nullptr;
+  int64_t key_block_stride = 0;
+  int64_t key_head_stride = 0;
+  int64_t value_block_stride = 0;
+  int64_t value_head_stride = 0;
+
+  VLLM_KERNELS_HOST_DEVICE bool any() const { return key != nullptr; }
+  VLLM_KERNELS_HOST_DEVICE int64_t key_offset(int64_t block, int64_t head) const {
+    return block * key_block_stride + head * key_head_stride;
+  }
+  VLLM_KERNELS_HOST_DEVICE int64_t value_offset(int64_t block, int64_t head) const {
+    return block * value_block_stride + head * value_head_stride;
+  }
+};
+
 }  // namespace vllm_kernels

@@ -17,6 +17,7 @@ import vllm_kernels as vk
 from vllm_kernels.engine.async_engine import AsyncEngine
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.request import SamplingParams
+from vllm_kernels.engine.sparse import PageSelection
 
 
 def t5() -> T5ForConditionalGeneration:
@@ -43,7 +44,19 @@ CONSTRUCTOR = {
     "dtype": (
         of_tiny_model(cache_dtype="fp9"),
         ValueError,
-        "cache_dtype: expected auto, fp8, fp8_e4m3, fp8_e5m2, int8, got fp9",
+        "cache_dtype: expected auto, fp8, fp8_e4m3, fp8_e5m2, int8, int8_per_token, got fp9",
+    ),
+    "scale a token": (
+        of_tiny_model(cache_dtype="int8_per_token", k_scale=0.5),
+        ValueError,
+        "k_scale: expected 1.0 (only 8-bit caches have scales, this one is int8_per_token), got "
+        "0.5",
+    ),
+    "sparse, a scale a token": (
+        of_tiny_model(cache_dtype="int8_per_token", sparse=PageSelection(budget=80)),
+        NotImplementedError,
+        "sparse: expected None with cache_dtype='int8_per_token', got PageSelection(budget=80, "
+        "sink_pages=1, recent_pages=4, dense_layers=2)",
     ),
     "block_size": (
         of_tiny_model(block_size=3),

@@ -154,6 +154,27 @@ def make_case(
     )
 
 
+def with_token_scales(case: Case, span: float = 4.0) -> Case:
+    """The case of an int8 cache with a scale a token and KV head; NaN in slots without a token.
+
+    span: what the largest scale of V is to the smallest, spread evenly in its logarithm.
+    """
+    options = {**case.options, "k_scale": None, "v_scale": None}
+    device, block_size = case.query.device, case.block_size
+    blocks = len(case.key_cache)
+    heads = case.key_cache.shape[2 if case.options["layout"] == "NHD" else 1]
+    used = torch.zeros(blocks, block_size, dtype=torch.bool)
+    for row, length in zip(case.block_tables.cpu(), case.seq_lens.tolist()):
+        pages = row[: -(-length // block_size)].long()
+        used[pages] |= torch.arange(len(pages) * block_size).view(-1, block_size) < length
+    sizes = torch.rand(2, blocks, heads, block_size)
+    scales = torch.stack([(0.25 + sizes[0]) / 32, span ** (sizes[1] - 0.5) / 32])
+    scales[:, ~used[:, None].expand(-1, heads, -1)] = NAN
+    key_scales, value_scales = scales.to(device)
+    options |= {"k_token_scales": key_scales, "v_token_scales": value_scales}
+    return replace(case, options=options)
+
+
 def alone(case: Case, seq: int) -> tuple[Case, slice]:
     """The call with one sequence of a batch that has query_start_loc, and its rows in the batch."""
     starts = case.options["query_start_loc"]

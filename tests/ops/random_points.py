@@ -24,7 +24,15 @@ if __name__ == "__main__":
     sys.path.append(str(HERE.parent.parent))  # last: PYTHONPATH may have another build
 
 import torch
-from paged_attention_cases import EIGHT_BITS, Case, alone, assert_right, make_case, per_head
+from paged_attention_cases import (
+    EIGHT_BITS,
+    Case,
+    alone,
+    assert_right,
+    make_case,
+    per_head,
+    with_token_scales,
+)
 
 import vllm_kernels
 
@@ -53,7 +61,7 @@ def random_case(device: str) -> Case:
             options[name] = value
     if device == "cpu" and queries is not None and "causal" not in options:  # as it must be there
         lens = [length and max(length, count) for length, count in zip(lens, queries)]
-    return make_case(
+    case = make_case(
         device,
         random.choice([torch.float32, torch.bfloat16, torch.float16]),
         lens,
@@ -67,6 +75,13 @@ def random_case(device: str) -> Case:
         scales_per_head=stored is not None and random.random() < 0.5,
         **options,
     )
+    return maybe_with_token_scales(case)
+
+
+def maybe_with_token_scales(case: Case) -> Case:
+    if case.key_cache.dtype != torch.int8 or random.random() < 0.5:
+        return case
+    return with_token_scales(case, random.choice([4.0, 1e6]))
 
 
 def fixed_split_case(device: str) -> Case:
@@ -93,7 +108,7 @@ def fixed_split_case(device: str) -> Case:
         fixed_split_size=random.choice([100, 256, 1000, 2048]),
         causal=random.random() < 0.85,
     )
-    return replace(case, max_query_len=most)
+    return maybe_with_token_scales(replace(case, max_query_len=most))
 
 
 # --- the checks; each raises AssertionError

@@ -473,10 +473,15 @@ def attend(op: str) -> Call:
             "block_tables": torch.randperm(cache.blocks).repeat(2).int(), "seq_lens": ints(5, 0, 3),
             "kv_indptr": ints(0, cache.blocks, cache.blocks, cache.blocks + 2), "max_pages": 4,
         }  # fmt: skip
+    scales = cache.scales()
+    if cache.key.dtype == torch.int8 and random.random() < 0.5:
+        of_tokens = torch.rand(2, cache.blocks, cache.heads, cache.block_size)
+        scales = {"k_scale": None, "v_scale": None,
+                  "k_token_scales": of_tokens[0], "v_token_scales": of_tokens[1]}  # fmt: skip
     return {
         "out": unset_like(query), "lse": maybe(unset(tokens, heads)), "query": query,
         **cache.caches(), **pages, "query_start_loc": starts,
-        **scores(heads), "sliding_window": choice([0, 5]), **cache.scales(),
+        **scores(heads), "sliding_window": choice([0, 5]), **scales,
         "layout": cache.layout, "max_query_len": 1 if starts is None else 3, "workspace": None,
         "fixed_split_size": choice([0, 0, 16]), "kv_ready": choice([True, False]),
         "window_right": choice([0, 0, -1, 3]),

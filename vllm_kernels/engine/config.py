@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._types import KVCacheDType, Layout
+from .._types import CacheDType, Layout
 from ..errors import InvalidArgument, InvalidType
 from ..hf.attention_interface import AttentionOptions
 from ..kv_cache import KVCacheManager
@@ -50,7 +50,7 @@ class EngineConfig:
     cache_bytes: int | None = None
     host_bytes: int = 0
     layout: Layout = "vllm"
-    cache_dtype: KVCacheDType = "auto"
+    cache_dtype: CacheDType = "auto"
     k_scale: Tensor | float = 1.0
     v_scale: Tensor | float = 1.0
     max_batch_size: int = 64

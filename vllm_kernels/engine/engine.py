@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .._types import KVCacheDType, Layout
+from .._types import CacheDType, Layout
 from ..errors import (
     EngineBusy,
     Error,
@@ -110,7 +110,8 @@ class Engine:
             most a quarter of the free memory.
         host_bytes: Size in bytes of the host pool for swapped sequences. 0 recomputes instead.
         layout: Cache layout: "vllm", "NHD" or "HND".
-        cache_dtype: "auto" (the model's dtype), "fp8", "fp8_e5m2" or "int8".
+        cache_dtype: "auto" (the model's dtype), "fp8", "fp8_e5m2", "int8", or "int8_per_token",
+            whose tokens have scales of their own, so that none need be found; it uses no cascades.
         k_scale, v_scale: Scales of an 8-bit cache. See
             :class:`~vllm_kernels.kv_cache.tensors.KVCache`.
         max_batch_size: Maximum number of sequences per pass.
@@ -171,7 +172,7 @@ class Engine:
         cache_bytes: int | None = None,
         host_bytes: int = 0,
         layout: Layout = "vllm",
-        cache_dtype: KVCacheDType = "auto",
+        cache_dtype: CacheDType = "auto",
         k_scale: Tensor | float = 1.0,
         v_scale: Tensor | float = 1.0,
         max_batch_size: int = 64,
@@ -235,7 +236,7 @@ class Engine:
         shape = replace(
             shape,
             num_layers=groups.num_tensors,
-            page_bounds=isinstance(config.sparse, PageSelection),
+            page_bounds=isinstance(config.sparse, PageSelection) and not shape.has_token_scales,
         )
         on_gpu = model.device.type == "cuda"
         cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs

@@ -186,7 +186,9 @@ class ModelRunner:
         if fused and can_be_packed(model):
             windows = [groups.windows[group] for group in groups.group_of_layer]
             self._llama = FusedLlama(model, self.pages, windows, max_length)
-        self._cascades = cascade and self._pays(max_batch_size, blocks)
+        self._cascades = (
+            cascade and not cache.shape.has_token_scales and self._pays(max_batch_size, blocks)
+        )
         self._is_sparse = sparse is not None
         self._takes_positions = takes_positions(model)
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import vllm_kernels
 
-from ..errors import Error, InvalidArgument
+from ..errors import Error, InvalidArgument, Unsupported
 from ..hf.attention_interface import AttentionOptions
 from ..kv_cache.tensors import KVCache, KVShape
 from .refusals import check_integers
@@ -60,6 +60,7 @@ class PageSelection:
 
     def refuse(self, shape: KVShape, num_heads: int) -> None:
         """Raises ValueError if the pages that are always kept do not fit the budget."""
+        _refuse_token_scales(self, shape)
         kept = (self.sink_pages + self.recent_pages) * shape.block_size
         if self.budget < kept:
             raise InvalidArgument(
@@ -128,6 +129,7 @@ class SparQ:
 
     def refuse(self, shape: KVShape, num_heads: int) -> None:
         """Raises ValueError if the op refuses these numbers for the cache."""
+        _refuse_token_scales(self, shape)
         query = torch.empty(1, num_heads, shape.head_size, dtype=shape.dtype, device="meta")
         key, value = (
             torch.empty(size, dtype=shape.stored_dtype, device="meta")
@@ -159,6 +161,13 @@ class SparQ:
             layer, query, tables, lens, r=self.r, k=self.k, window=self.window,
             sink_tokens=self.sink_tokens, select=self.select, scale=options.scale, out=out,
         )  # fmt: skip
+
+
+def _refuse_token_scales(sparse: Sparse, shape: KVShape) -> None:
+    if shape.has_token_scales:
+        raise Unsupported(
+            f"Engine: sparse: expected None with cache_dtype={shape.cache_dtype!r}, got {sparse}"
+        )
 
 
 Sparse: TypeAlias = PageSelection | SparQ

@@ -24,7 +24,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from .._types import KVCacheDType, Layout
+from .._types import CacheDType, Layout
 from ..errors import Error, InvalidType, Unsupported
 from ..kv_cache.tensors import KVShape
 from .attention_overrides import bind_own_attention, unbind_own_attention
@@ -219,7 +219,7 @@ def kv_shape(
     model: PreTrainedModel,
     block_size: int,
     layout: Layout = "vllm",
-    cache_dtype: KVCacheDType = "auto",
+    cache_dtype: CacheDType = "auto",
 ) -> KVShape:
     """The shape of a block for ``model``, of this rank's heads if several share it.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from .._types import KVCacheDType, Layout
+from .._types import CacheDType, Layout
 from ..errors import InvalidArgument
 from ..kv_cache import Statistics
 from .attention_interface import PagedLayer, kv_shape, refuse_no_model
@@ -29,7 +29,8 @@ class PagedCache(Cache):
             sequences of their own; see :meth:`blocks_needed`.
         block_size: tokens of a block, a power of two from 1 to 256.
         layout: "vllm", "NHD" or "HND".
-        cache_dtype: "auto" (the model's), or an 8-bit one: "fp8", "fp8_e5m2", "int8".
+        cache_dtype: "auto" (the model's), or an 8-bit one: "fp8", "fp8_e5m2", "int8",
+            "int8_per_token".
 
     Raises:
         NotImplementedError: a model with layers other than full or sliding-window attention, or
@@ -61,7 +62,7 @@ class PagedCache(Cache):
         block_size: int = 16,
         *,
         layout: Layout = "vllm",
-        cache_dtype: KVCacheDType = "auto",
+        cache_dtype: CacheDType = "auto",
     ) -> None:
         refuse_no_model("PagedCache", model)
         shape = kv_shape(model, block_size, layout, cache_dtype)

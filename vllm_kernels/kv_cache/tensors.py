@@ -7,7 +7,7 @@ blocks, and runs the copies that the manager asks for.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from reprlib import repr as short_repr
 from typing import Any, Literal, TypeAlias
@@ -19,7 +19,7 @@ from torch import Tensor
 
 import vllm_kernels
 
-from .._types import KVCacheDType, Layout
+from .._types import CacheDType, Layout
 from ..errors import (
     Error,
     InvalidArgument,
@@ -40,6 +40,7 @@ CACHE_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
+    "int8_per_token": torch.int8,
 }
 """Names of 8-bit caches; "auto" is the model's dtype."""
 
@@ -60,8 +61,10 @@ class KVShape:
         dtype: of keys, values and queries: float32, float16 or bfloat16.
         block_size: tokens of a block, a power of two from 1 to 256.
         layout: "vllm", "NHD" or "HND", as :func:`vllm_kernels.paged_attention` has them.
-        cache_dtype: "auto" (dtype), or one of CACHE_DTYPES.
-        page_bounds: whether a block has bounds of its keys, which select_pages reads.
+        cache_dtype: "auto" (dtype), or one of CACHE_DTYPES. "int8_per_token": every token and KV
+            head has a scale of its own, which the writer finds.
+        page_bounds: whether a block has bounds of its keys, which select_pages reads; not with
+            "int8_per_token".
 
     Raises:
         Unsupported: a shape that the kernels do not support; it names the argument.
@@ -80,7 +83,7 @@ class KVShape:
     dtype: torch.dtype
     block_size: int = 16
     layout: Layout = "vllm"
-    cache_dtype: KVCacheDType = "auto"
+    cache_dtype: CacheDType = "auto"
     page_bounds: bool = False
 
     def __post_init__(self) -> None:
@@ -111,6 +114,8 @@ class KVShape:
             self.cache_dtype == "auto" or self.cache_dtype in CACHE_DTYPES,
             "cache_dtype", f"auto, {', '.join(CACHE_DTYPES)}", self.cache_dtype, InvalidArgument,
         )  # fmt: skip
+        with_scales = f"False with {self.cache_dtype}"
+        check(not (self.page_bounds and self.has_token_scales), "page_bounds", with_scales, "True")
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -118,16 +123,23 @@ class KVShape:
         return CACHE_DTYPES.get(self.cache_dtype, self.dtype)
 
     @property
+    def has_token_scales(self) -> bool:
+        """Whether every token and KV head has scales of its own."""
+        return self.cache_dtype == "int8_per_token"
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys, values and bounds of its layers."""
+        """Bytes of one block: keys, values, scales and bounds of its layers."""
         bounds = 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
         layer = self.block_size * self.token_bytes + (bounds if self.page_bounds else 0)
         return self.num_layers * layer
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of a token in one layer."""
-        return 2 * self.num_kv_heads * self.head_size * self.stored_dtype.itemsize
+        """Keys and values of a token in one layer, and its scales."""
+        head = self.head_size * self.stored_dtype.itemsize
+        scale = torch.float32.itemsize if self.has_token_scales else 0
+        return 2 * self.num_kv_heads * (head + scale)
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of one layer's key cache and value cache."""
@@ -154,10 +166,13 @@ class KVCache:
             which of shape.num_layers tensors each layer uses. Layers of different groups may share
             one, since their blocks differ. None: a tensor a layer.
         k_scale, v_scale: for an 8-bit cache: the factor of its elements, more than 0. A
-            number for all layers, or a float32 tensor [layers] or [layers, num_kv_heads].
+            number for all layers, or a float32 tensor [layers] or [layers, num_kv_heads]. Tokens
+            with scales of their own have no other.
 
     Attributes:
         key_caches, value_caches: a tensor a layer; their contents are not initialised.
+        key_scales, value_scales: a tensor a layer, float32 [num_blocks, num_kv_heads, block_size];
+            empty unless shape.has_token_scales.
         page_bounds: a tensor a layer, as :func:`vllm_kernels.page_bounds_update` has it; empty
             without shape.page_bounds. Every write keeps the bounds right.
 
@@ -194,7 +209,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.device = torch.device(device)
-        self._is_quantized = shape.cache_dtype != "auto"
+        self._is_quantized = shape.cache_dtype != "auto" and not shape.has_token_scales
         tensors = range(shape.num_layers)
         of_layer = list(tensors if tensor_of_layer is None else tensor_of_layer)
         if set(of_layer) != set(tensors):
@@ -205,14 +220,16 @@ class KVCache:
         self._k_scales = self._scales("k_scale", k_scale, len(of_layer))
         self._v_scales = self._scales("v_scale", v_scale, len(of_layer))
         pool = self._pool(num_blocks, self.device, pinned=False)
-        self._keys, self._values, self._bounds = pool
+        self._keys, self._values, self._bounds, self._scales_of_tokens = pool
         self.key_caches = [self._keys[tensor] for tensor in of_layer]
         self.value_caches = [self._values[tensor] for tensor in of_layer]
+        scaled = [self._scales_of_tokens[tensor] for tensor in of_layer if shape.has_token_scales]
+        self.key_scales, self.value_scales = [x[0] for x in scaled], [x[1] for x in scaled]
         self.page_bounds = [self._bounds[tensor] for tensor in of_layer if shape.page_bounds]
         self._host_pool: list[Tensor] = []
         if num_host_blocks:
             pool = self._pool(num_host_blocks, torch.device("cpu"), self.device.type == "cuda")
-            self._host_pool = [*pool[0], *pool[1], *pool[2]]
+            self._host_pool = _flat(pool)
 
     @classmethod
     def from_bytes(
@@ -254,6 +271,7 @@ class KVCache:
     def free(self) -> None:
         """Gives the memory back. The cache cannot be used afterwards."""
         self.key_caches, self.value_caches, self.page_bounds = [], [], []
+        self.key_scales, self.value_scales, self._scales_of_tokens = [], [], []
         self._keys, self._values, self._bounds, self._host_pool = [], [], [], []
 
     # One layer of a forward pass.
@@ -266,10 +284,16 @@ class KVCache:
             slot_mapping: [num_tokens] int64; -1: not stored.
         """
         kc, vc = self._pages(layer)
+        kind = self.shape.cache_dtype
+        if kind == "int8_per_token":
+            vllm_kernels.reshape_and_cache_per_token_quant(
+                key, value, kc, vc, self.key_scales[layer], self.value_scales[layer], slot_mapping,
+                self.shape.layout,
+            )  # fmt: skip
+            return
         scales = self._k_scales[layer], self._v_scales[layer]
         if not self._is_quantized:  # the writers want one element then
             scales = scales[0][:1], scales[1][:1]
-        kind = self.shape.cache_dtype
         if self.shape.layout == "vllm":
             vllm_kernels.reshape_and_cache(key, value, kc, vc, slot_mapping, kind, *scales)
         else:
@@ -294,7 +318,18 @@ class KVCache:
         epsilon: float = 1e-6,
     ) -> None:
         """:func:`vllm_kernels.rope_and_cache` with this layer's pages: rotates query in place, and
-        stores the rotated key and value."""
+        stores the rotated key and value. (In several ops if tokens have scales of their own.)"""
+        if self.shape.has_token_scales:
+            self._pages(layer)
+            key = key.clone()  # the caller's stays as it is
+            for heads, weight in ((query, q_weight), (key, k_weight)):
+                if weight is not None:
+                    vllm_kernels.rms_norm(heads, heads, weight, epsilon)
+            vllm_kernels.rotary_embedding(
+                positions, query, key, self.shape.head_size, cos_sin_cache, is_neox
+            )
+            self.write(layer, key, value, slot_mapping)
+            return
         vllm_kernels.rope_and_cache(
             positions,
             query,
@@ -330,6 +365,17 @@ class KVCache:
     ) -> Tensor:
         """:func:`vllm_kernels.fused_decode_attention` with this layer's pages: that
         and :meth:`attend` for one token a sequence, from the packed product ``qkv`` on."""
+        if self.shape.has_token_scales:
+            kv_heads = self.shape.num_kv_heads
+            heads = qkv.view(len(qkv), -1, self.shape.head_size)
+            query, key, value = heads.tensor_split((-2 * kv_heads, -kv_heads), 1)
+            self.rope_and_write(
+                layer, positions, query, key, value, cos_sin_cache, slot_mapping,
+                q_weight=q_weight, k_weight=k_weight, epsilon=epsilon,
+            )  # fmt: skip
+            return self.attend(
+                layer, query, block_tables, seq_lens, scale=scale, sliding_window=sliding_window
+            )
         out = vllm_kernels.fused_decode_attention(
             qkv,
             positions,
@@ -393,6 +439,7 @@ class KVCache:
     ) -> Tensor:
         """:func:`vllm_kernels.sparq_attention` of ``query`` [num_seqs, num_heads, head_size] over
         this layer's pages. An 8-bit cache has one scale a layer then."""
+        self._refuse_token_scales("attend_sparq")
         scales = {name: scale[:1] for name, scale in self._scales_of(layer).items()}
         return vllm_kernels.sparq_attention(
             query.contiguous(),
@@ -459,6 +506,7 @@ class KVCache:
     ) -> Tensor:
         """:func:`vllm_kernels.cascade_attention` of one query token a sequence over this layer's
         pages; as :meth:`attend` if ``plan`` has common blocks."""
+        self._refuse_token_scales("attend_cascade")
         return vllm_kernels.cascade_attention(
             query,
             *self._pages(layer),
@@ -481,8 +529,9 @@ class KVCache:
         if len(pairs):
             mapping = _mapping(pairs)
             vllm_kernels.copy_blocks(self._keys, self._values, mapping)
-            if self._bounds:
-                vllm_kernels.copy_blocks_mla(self._bounds, mapping)
+            others = [*self._bounds, *_flat(self._scales_of_tokens)]
+            if others:
+                vllm_kernels.copy_blocks_mla(others, mapping)
 
     def swap_out(self, pairs: Pairs) -> None:
         """From the device to the host: ``cache.swap_out(manager.swap_out(...))``. ``pairs`` on the
@@ -510,9 +559,18 @@ class KVCache:
 
     def _scales_of(self, layer: int) -> dict[str, Any]:
         """Of an 8-bit cache; others have none."""
+        if self.shape.has_token_scales:
+            scales = self.key_scales[layer], self.value_scales[layer]
+            return dict(zip(("k_token_scales", "v_token_scales"), scales))
         if not self._is_quantized:
             return {}
         return {"k_scale": self._k_scales[layer], "v_scale": self._v_scales[layer]}
+
+    def _refuse_token_scales(self, function: str) -> None:
+        if self.shape.has_token_scales:
+            raise Unsupported(
+                f"KVCache: {function}: expected another cache_dtype than {self.shape.cache_dtype}"
+            )
 
     def _update_bounds(self, layer: int, slot_mapping: Tensor) -> None:
         """After a write to these slots."""
@@ -532,24 +590,29 @@ class KVCache:
         if not self.num_host_blocks:
             raise Error("KVCache: swap: there are no host blocks: give num_host_blocks")
         mapping = _mapping(pairs)
-        for device, host in zip(self._keys + self._values + self._bounds, self._host_pool):
+        pool = _flat([self._keys, self._values, self._bounds, *self._scales_of_tokens])
+        for device, host in zip(pool, self._host_pool):
             yield device, host, mapping
 
     def _pool(
         self, num_blocks: int, device: torch.device, pinned: bool
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Keys, values and bounds, a tensor a layer."""
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Keys, values and bounds, a tensor a layer; scales of tokens, of keys and of values."""
         shape = self.shape
         stored, both = shape.stored_dtype, (num_blocks, shape.num_kv_heads, 2, shape.head_size)
         key_shape, value_shape = shape.cache_shapes(num_blocks)
         options: dict[str, Any] = {"device": device, "pin_memory": pinned}
         layers = range(shape.num_layers)
+        scaled = [layer for layer in layers if shape.has_token_scales]
+        of_tokens = num_blocks, shape.num_kv_heads, shape.block_size
         try:
             return (
                 [torch.empty(key_shape, dtype=stored, **options) for _ in layers],
                 [torch.empty(value_shape, dtype=stored, **options) for _ in layers],
                 [torch.empty(both, dtype=shape.dtype, **options)
                  for _ in layers if shape.page_bounds],
+                [(torch.empty(of_tokens, dtype=torch.float32, **options),
+                  torch.empty(of_tokens, dtype=torch.float32, **options)) for _ in scaled],
             )  # fmt: skip
         except RuntimeError as error:
             needed = num_blocks * self.shape.block_bytes
@@ -560,6 +623,10 @@ class KVCache:
                 f"KVCache: {num_blocks:,} blocks: need {needed:,} bytes on {device}, free {free:,}"
             ) from None
 
+    def _kind(self) -> str:
+        of_tokens = self.shape.has_token_scales
+        return self.shape.cache_dtype if of_tokens else str(self.shape.stored_dtype)
+
     def _scales(self, name: str, scale: Tensor | float, layers: int) -> list[Tensor]:
         """A tensor a layer: [num_kv_heads]."""
         heads = self.shape.num_kv_heads
@@ -567,7 +634,7 @@ class KVCache:
         if not self._is_quantized and not bool((scales == 1).all()):
             raise InvalidArgument(
                 f"KVCache: {name}: expected 1.0 (only 8-bit caches have scales, this one is "
-                f"{self.shape.stored_dtype}), got {short_repr(scale)}"
+                f"{self._kind()}), got {short_repr(scale)}"
             )
         if not bool(((scales > 0) & scales.isfinite()).all()):
             raise InvalidArgument(
@@ -582,6 +649,16 @@ class KVCache:
             )
         scales = scales.reshape(layers, -1).expand(layers, heads)
         return list(scales.to(self.device).contiguous())
+
+
+def _flat(lists: Iterable[Iterable[Tensor | tuple[Tensor, Tensor]]]) -> list[Tensor]:
+    """All tensors of lists of tensors or of pairs."""
+    return [
+        tensor
+        for each in lists
+        for one in each
+        for tensor in (one if isinstance(one, tuple) else (one,))
+    ]
 
 
 def _mapping(pairs: Pairs) -> Tensor:

@@ -59,6 +59,8 @@ def paged_attention(
     kv_indices: Tensor | None = ...,
     last_page_len: Tensor | None = ...,
     max_pages: int | None = ...,
+    k_token_scales: Tensor | None = ...,
+    v_token_scales: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -91,6 +93,8 @@ def paged_attention(
     kv_indices: Tensor | None = ...,
     last_page_len: Tensor | None = ...,
     max_pages: int | None = ...,
+    k_token_scales: Tensor | None = ...,
+    v_token_scales: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -123,6 +127,8 @@ def paged_attention(
     kv_indices: Tensor | None = ...,
     last_page_len: Tensor | None = ...,
     max_pages: int | None = ...,
+    k_token_scales: Tensor | None = ...,
+    v_token_scales: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -154,6 +160,8 @@ def paged_attention(
     kv_indices: Tensor | None = None,
     last_page_len: Tensor | None = None,
     max_pages: int | None = None,
+    k_token_scales: Tensor | None = None,
+    v_token_scales: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of any query tokens to the pages of their sequences, causal by default.
 
@@ -235,6 +243,11 @@ def paged_attention(
             last_page_len[i] tokens in the last one. Without pages it gives 0. Ids of no sequence
             are ignored.
         max_pages: a bound on a sequence's pages in CSR form; None: num_page_ids.
+        k_token_scales, v_token_scales: of an int8 cache that has a scale a token and KV head, as
+            :func:`reshape_and_cache_per_token_quant` writes it: float32 [num_blocks, num_kv_heads,
+            block_size], the two outer strides are free. Both or neither, and then k_scale and
+            v_scale are None. They may be any floats: a scale that is NaN makes NaN of the query
+            tokens that see its token.
 
     Warning:
         On CUDA a call may never end if seq_lens or query_start_loc change while it runs, or if
@@ -271,12 +284,13 @@ def paged_attention(
         inference_only(
             "paged_attention",
             out, query, key_cache, value_cache, alibi_slopes, sinks, k_scale, v_scale,
+            k_token_scales, v_token_scales,
         )  # fmt: skip
     if (
         out is None and query_start_loc is None and max_query_len is None and not return_lse
         and alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
         and workspace is None and causal and not (fixed_split_size or kv_ready)
-        and kv_indptr is None
+        and kv_indptr is None and k_token_scales is None and v_token_scales is None
         and not is_dynamo_compiling()
     ):  # fmt: skip
         plain = query, key_cache, value_cache, block_tables, seq_lens, scale, layout
@@ -286,7 +300,7 @@ def paged_attention(
             pass  # the general call has the error's text
     if not isinstance(query, Tensor):
         raise refused("paged_attention", TypeError(), {"query": query})
-    list_of_pages: tuple[object, ...] = ()
+    last: tuple[object, ...] = ()  # arguments that most calls do not need
     max_pages = -1 if max_pages is None else max_pages
     if kv_indptr is not None:
         if block_tables is not None or seq_lens is not None:
@@ -295,7 +309,9 @@ def paged_attention(
             )
         check_tensors("paged_attention", kv_indices=kv_indices, last_page_len=last_page_len)
         block_tables, seq_lens = kv_indices, last_page_len
-        list_of_pages = kv_indptr, max_pages
+        last = kv_indptr, max_pages
+    if k_token_scales is not None or v_token_scales is not None:
+        last = kv_indptr, max_pages, k_token_scales, v_token_scales
     op = _traced if is_dynamo_compiling() else _direct
     try:
         if scale is None:
@@ -311,7 +327,7 @@ def paged_attention(
             out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
             alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
             workspace, fixed_split_size, kv_ready, 0 if causal else window_right,
-            *list_of_pages,
+            *last,
         )  # fmt: skip
     except (RuntimeError, TypeError, IndexError) as error:
         raise refused("paged_attention", error, locals(), ONE_OR_EACH_HEAD) from None

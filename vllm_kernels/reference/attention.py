@@ -86,11 +86,17 @@ def naive_paged_attention(
 
 def _head_tokens(cache: Tensor, layout: str, pages: Tensor, scale: Tensor | None) -> Tensor:
     """The values of the pages of one sequence, [num_kv_heads, tokens, head_size] in float64."""
+    if scale is not None and scale.dim() == 3:  # a scale a token and head
+        scale = scale[pages].transpose(0, 1).flatten(1)
     return _scaled(token_rows(cache[pages], layout).double().flatten(0, 1).transpose(0, 1), scale)
 
 
 def _scaled(tokens: Tensor, scale: Tensor | None) -> Tensor:
-    return tokens if scale is None else tokens * scale.double().reshape(-1, 1, 1)
+    """scale: one, [num_kv_heads], or [num_kv_heads, tokens]."""
+    if scale is None:
+        return tokens
+    factors = scale[..., None] if scale.dim() == 2 else scale.reshape(-1, 1, 1)
+    return tokens * factors.double()
 
 
 def _paged_keys(
@@ -148,6 +154,8 @@ def paged_attention(
     causal: bool = True,
     window_right: int = -1,
     kv_indptr: Tensor | None = None,
+    k_token_scales: Tensor | None = None,
+    v_token_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Query tokens attend to the pages of their sequence -> (out, lse) in float64.
 
@@ -155,6 +163,8 @@ def paged_attention(
     num_heads]. Tokens that no sequence owns give 0 and -inf. With kv_indptr, block_tables and
     seq_lens are kv_indices and last_page_len.
     """
+    k_scale = k_scale if k_token_scales is None else k_token_scales
+    v_scale = v_scale if v_token_scales is None else v_token_scales
     if kv_indptr is not None:
         block_size = token_rows(value_cache[:0], layout).shape[1]
         block_tables, seq_lens = table_of_page_list(kv_indptr, block_tables, seq_lens, block_size)

@@ -47,7 +47,7 @@ class KvBlockLoader {
   template <bool keys>
   void prefetch(const WorkTile& tile, KvBlock kv_block) {
     const int64_t row_bytes = kv_.head_size * int64_t{sizeof(Cache)};
-    for_each_page<keys>(tile, kv_block, [&](const Cache* page, int slots, int) {
+    for_each_address<keys>(tile, kv_block, [&](const Cache* page, int slots, int) {
       const char* from = reinterpret_cast<const char*>(page);
       if (kv_.layout == KvLayout::kVllm) {
         if (slots == kv_.block_size) prefetch_span(from, row_bytes * slots);
@@ -58,11 +58,28 @@ class KvBlockLoader {
     });
   }
 
+  // Calls body(page, first slot, number of slots, first token in the KV block). Contiguous keys are
+  // slots of page 0.
+  template <typename Body>
+  void for_each_page(const WorkTile& tile, KvBlock kv_block, Body&& body) const {
+    if (p_.key_start_loc != nullptr) {
+      if (kv_block.count > 0) body(0, tile.keys.first + kv_block.first, kv_block.count, 0);
+      return;
+    }
+    const int32_t* table = p_.block_tables + tile.seq * p_.block_table_stride;
+    for (int done = 0; done < kv_block.count;) {
+      const int32_t token = kv_block.first + done, slot = token % kv_.block_size;
+      const int slots = min_int32(kv_.block_size - slot, kv_block.count - done);
+      body(table[token / kv_.block_size], slot, slots, done);
+      done += slots;
+    }
+  }
+
   // Pointers to the KV block's rows of K or V, padded with the last one to whole vectors. Not for
   // layout vllm.
   template <bool keys>
   void row_pointers(const WorkTile& tile, KvBlock kv_block, const char** rows) const {
-    for_each_page<keys>(tile, kv_block, [&](const Cache* from, int slots, int at) {
+    for_each_address<keys>(tile, kv_block, [&](const Cache* from, int slots, int at) {
       for (int i = 0; i < slots; ++i) {
         rows[at + i] = reinterpret_cast<const char*>(from + i * token_stride<keys>());
       }
@@ -111,7 +128,7 @@ class KvBlockLoader {
   }
 
   void upcast_keys(const WorkTile& tile, KvBlock kv_block) {
-    for_each_page<true>(tile, kv_block, [&](const Cache* key, int slots, int at) {
+    for_each_address<true>(tile, kv_block, [&](const Cache* key, int slots, int at) {
       float* to = staged + at * words;
       for (int i = 0; i < slots; ++i, key += kv_.key_token_stride, to += words) {
         if (kv_.layout != KvLayout::kVllm) {
@@ -129,7 +146,7 @@ class KvBlockLoader {
 
   // V as rows [token][stride]; in layout vllm as columns [head_size][kKvBlockTokens].
   void upcast_values(const WorkTile& tile, KvBlock kv_block) {
-    for_each_page<false>(tile, kv_block, [&](const Cache* value, int slots, int at) {
+    for_each_address<false>(tile, kv_block, [&](const Cache* value, int slots, int at) {
       if (kv_.layout != KvLayout::kVllm) {
         for (int i = 0; i < slots; ++i) {
           upcast(value + i * kv_.value_token_stride, kv_.head_size, staged + (at + i) * stride);
@@ -156,23 +173,12 @@ class KvBlockLoader {
   // Calls body(address, number of slots, first token in the KV block) page by page. The address is
   // that of K or V of the first slot.
   template <bool keys, typename Body>
-  void for_each_page(const WorkTile& tile, KvBlock kv_block, Body&& body) const {
-    const auto call = [&](int64_t page, int slot, int slots, int at) {
+  void for_each_address(const WorkTile& tile, KvBlock kv_block, Body&& body) const {
+    for_each_page(tile, kv_block, [&](int64_t page, int slot, int slots, int at) {
       const int64_t offset = keys ? kv_.key_offset(page, tile.kv_head, slot, 0)
                                   : kv_.value_offset(page, tile.kv_head, slot, 0);
       body(static_cast<const Cache*>(keys ? kv_.key : kv_.value) + offset, slots, at);
-    };
-    if (p_.key_start_loc != nullptr) {
-      if (kv_block.count > 0) call(0, tile.keys.first + kv_block.first, kv_block.count, 0);
-      return;
-    }
-    const int32_t* table = p_.block_tables + tile.seq * p_.block_table_stride;
-    for (int done = 0; done < kv_block.count;) {
-      const int32_t token = kv_block.first + done, slot = token % kv_.block_size;
-      const int slots = min_int32(kv_.block_size - slot, kv_block.count - done);
-      call(table[token / kv_.block_size], slot, slots, done);
-      done += slots;
-    }
+    });
   }
 
   // A std::memcpy that is inlined.
@@ -187,7 +193,7 @@ class KvBlockLoader {
   // Layout vllm: V's columns as [stride][kWords] in `packed`.
   void copy_columns(const WorkTile& tile, KvBlock kv_block) {
     for (int i = kv_.head_size * kWords; i < stride * kWords; ++i) packed[i] = 0.0f;
-    for_each_page<false>(tile, kv_block, [&](const Cache* value, int slots, int at) {
+    for_each_address<false>(tile, kv_block, [&](const Cache* value, int slots, int at) {
       for (int d = 0; d < kv_.head_size; ++d, value += kv_.value_dim_stride) {
         float* to = packed + d * kWords;
         if constexpr (kPairs<Cache>) {

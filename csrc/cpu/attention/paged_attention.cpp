@@ -20,6 +20,7 @@
 #include "cpu/attention/page_lanes.h"
 #include "cpu/attention/row_dot.h"
 #include "cpu/attention/score_mod.h"
+#include "cpu/attention/token_scales.h"
 #include "cpu/base/dispatch.h"
 #include "cpu/base/vec_math.h"
 #include "cpu/kernels.h"
@@ -51,7 +52,8 @@ class PagedAttentionTask {
         task_(task),
         head_size_(kv_.head_size),
         loader_(plan.params),
-        stride_(loader_.stride) {}
+        stride_(loader_.stride),
+        token_scales_(p_) {}
 
   void run() {
     const int64_t begin = plan_.first_grain(task_), end = plan_.first_grain(task_ + 1);
@@ -107,6 +109,7 @@ class PagedAttentionTask {
 
   // Prefetches V while K is multiplied, and the next K while V is multiplied.
   void add_kv_block(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
+    if (token_scales_.any()) read_token_scales(tile, kv_block, next);
     if (packed_) return add_kv_block_packed(tile, kv_block, next);
     if (kv_.layout != KvLayout::kVllm) return add_kv_block_token_rows(tile, kv_block, next);
     loader_.template prefetch<false>(tile, kv_block);
@@ -125,6 +128,16 @@ class PagedAttentionTask {
         add_columns(query * tile.heads + head, visible_[query]);
       }
     }
+  }
+
+  void read_token_scales(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
+    loader_.for_each_page(tile, kv_block, [&](int64_t page, int slot, int slots, int at) {
+      token_scales_.read(page, tile.kv_head, slot, slots, at);
+    });
+    token_scales_.clear(kv_block.count, kKvBlockTokens);
+    loader_.for_each_page(tile, next, [&](int64_t page, int slot, int slots, int) {
+      token_scales_.prefetch(page, tile.kv_head, slot, slots);
+    });
   }
 
   void add_kv_block_token_rows(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
@@ -307,6 +320,7 @@ class PagedAttentionTask {
 #pragma GCC unroll 4
     for (int i = 0; i < kKvBlockVectors; ++i) {
       all[i] = load(scores + i * kLanes) * score_scale_;
+      if (token_scales_.any()) all[i] *= token_scales_.key(i * kLanes);
       lane_max = maximum(all[i], lane_max);
     }
     const float new_max = raised_max(row, lane_max);
@@ -315,6 +329,7 @@ class PagedAttentionTask {
     for (int i = 0; i < kKvBlockVectors; ++i) {
       all[i] = exp(all[i] - shift);
       sums += all[i];
+      if (token_scales_.any()) all[i] *= token_scales_.value(i * kLanes);
     }
     store_probs(row, all);
     update_row(row, new_max, sums);
@@ -360,8 +375,10 @@ class PagedAttentionTask {
     Vec lane_max = splat(-kInfinity);
     for (int token = from; token < visible.end; token += kLanes) {
       const Vec numbers = lanes_ + splat(static_cast<float>(token));
-      Vec score = modify_scores(p_, tile.first_head + head, load(probs + token) * score_scale_,
-                                [&] { return numbers + splat(position); });
+      Vec score = load(probs + token) * score_scale_;
+      if (token_scales_.any()) score *= token_scales_.key(token);
+      score = modify_scores(p_, tile.first_head + head, score,
+                            [&] { return numbers + splat(position); });
       score = select(is_visible(numbers, visible), score, splat(-kInfinity));
       lane_max = maximum(score, lane_max);
       store(probs + token, score);
@@ -370,8 +387,12 @@ class PagedAttentionTask {
     const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
     Vec sums = {};
     for (int token = from; token < visible.end; token += kLanes) {
-      const Vec prob = exp(load(probs + token) - shift);
+      Vec prob = exp(load(probs + token) - shift);
       sums += prob;
+      if (token_scales_.any()) {  // a scale that the query token does not see may be NaN
+        const Vec numbers = lanes_ + splat(static_cast<float>(token));
+        prob = select(is_visible(numbers, visible), prob * token_scales_.value(token), Vec{});
+      }
       store(probs + token, prob);
     }
     update_row(row, new_max, sums);
@@ -424,6 +445,7 @@ class PagedAttentionTask {
   const int head_size_;
   KvBlockLoader<Cache> loader_;
   const int stride_;  // between rows of out_, and of V
+  BlockScales<Cache, kKvBlockTokens> token_scales_;
   const Vec lanes_ = lane_numbers();
   float score_scale_ = 1.0f;
   const bool plain_scores_ = !p_.modifies_scores();

@@ -20,8 +20,8 @@
 #include "cpu/attention/page_dot.h"
 #include "cpu/attention/row_dot.h"
 #include "cpu/attention/score_mod.h"
+#include "cpu/attention/token_scales.h"
 #include "cpu/base/dispatch.h"
-#include "cpu/base/int8.h"
 #include "cpu/base/vec_math.h"
 #include "cpu/kernels.h"
 
@@ -46,7 +46,8 @@ class DecodeTask {
                           ? (head_size_ + Rows::kStep - 1) / Rows::kStep * Rows::kStep / kLanes
                           : (head_size_ + kLanes - 1) / kLanes),
         block_size_(kTokenRows ? 1 : p_.kv.block_size),
-        sparse_(p_.sparse.on()) {}
+        sparse_(p_.sparse.on()),
+        token_scales_(p_) {}
 
   void run() {
     PageBlock blocks[2];
@@ -134,6 +135,7 @@ class DecodeTask {
     if (needs_distances(p_)) set_distances(block);
     for (int kv_head = 0; kv_head < block.split.kv_heads; ++kv_head) {
       const int64_t offset = kv_head * int64_t{sizeof(Cache)} * head_size_;
+      read_token_scales(block, tokens, block.split.kv_head + kv_head);
       const float scale =
           Rows::kScale * p_.scale * scale_of(p_.kv, true, block.split.kv_head + kv_head);
       for_row_blocks(0, group, [&](auto heads, int group_head) {
@@ -148,6 +150,7 @@ class DecodeTask {
                                                 kMaxBlockTokens);
           float rescales[H];
           for (int head = 0; head < H; ++head) {
+            prefetch_token_scales(next, next.split.kv_head + kv_head, group_head + head, group);
             rescales[head] = softmax_head<H>(block, tokens, first, head);
           }
           add_token_rows<Rows, H, prefetches>(
@@ -212,12 +215,14 @@ class DecodeTask {
     const int tokens = (loads + (tail_tokens > 0)) * Values::kTokens;
     const PageBlock& ahead = next.pages > 0 ? next : block;
     if (needs_distances(p_)) set_distances(block);
+    read_token_scales(block, tokens, block.split.kv_head);
     for_prefetching_row_blocks(0, block.split.heads, [&](auto heads, auto prefetches, int first) {
       constexpr int H = decltype(heads)::value;
       score_pages<Cache, H, prefetches>(block, query_ + first * head_size_, head_size_, block_size_,
                                         logit_scale_, scores_);
       float rescales[kLanes];
       for (int head = 0; head < H; ++head) {
+        prefetch_token_scales(next, next.split.kv_head, first + head, block.split.heads);
         const float rescale = softmax_head<H>(block, tokens, first, head);
         for (int i = 0; i < kLanes / H; ++i) rescales[head * (kLanes / H) + i] = rescale;
       }
@@ -227,6 +232,38 @@ class DecodeTask {
   }
 
   // --- both
+
+  // Reads a KV head's scales of the block; `tokens`: with those past its end.
+  void read_token_scales(const PageBlock& block, int tokens, int32_t kv_head) {
+    if (!token_scales_.any()) return;
+    for_each_page(block, 0, block.tokens, [&](int64_t page, int slot, int count, int at) {
+      token_scales_.read(page, kv_head, slot, count, at);
+    });
+    token_scales_.clear(block.tokens, tokens);
+  }
+  // Prefetches slice `slice` of `slices` of the next block's, between the products: then no lines
+  // of K and V are on their way.
+  void prefetch_token_scales(const PageBlock& next, int32_t kv_head, int slice, int slices) const {
+    if (!token_scales_.any() || next.pages == 0) return;
+    for_each_page(next, next.tokens * slice / slices, next.tokens * (slice + 1) / slices,
+                  [&](int64_t page, int slot, int count, int) {
+                    token_scales_.prefetch(page, kv_head, slot, count);
+                  });
+  }
+  // Calls body(page, first slot, slots, first token) for tokens [at, end) of the block.
+  template <typename Body>
+  void for_each_page(const PageBlock& block, int at, int end, const Body& body) const {
+    const int32_t* table = p_.block_tables + block.split.seq * p_.block_table_stride;
+    const int page_tokens = p_.kv.block_size, shift = __builtin_ctz(page_tokens);
+    while (at < end) {
+      const int32_t position =
+          kTokenRows ? block.position[at] : block.position[at >> shift] + (at & (page_tokens - 1));
+      const int slot = position & (page_tokens - 1);
+      const int count = min_int32(page_tokens - slot, end - at);
+      body(table[position >> shift], slot, count, at);
+      at += count;
+    }
+  }
 
   void set_distances(const PageBlock& block) {
     for (int page = 0; page < block.pages; ++page) {
@@ -245,6 +282,11 @@ class DecodeTask {
     float* scores = scores_ + head * kMaxBlockTokens;
     const int tile_head = first + head;
     const int global_head = block.split.first_head + tile_head;
+    if (token_scales_.any()) {
+      for (int t = 0; t < block.tokens; t += kLanes) {
+        store(scores + t, load(scores + t) * token_scales_.key(t));
+      }
+    }
     if (p_.modifies_scores()) {
       for (int t = 0; t < block.tokens; t += kLanes) {
         store(scores + t, modify_scores(p_, global_head, load(scores + t),
@@ -277,6 +319,7 @@ class DecodeTask {
         e[i] = Packed::round(prob);
         sums += e[i];
         if (p_.lse != nullptr) exact_sums += prob;
+        if (token_scales_.any()) e[i] *= token_scales_.value(t + i * kLanes);
       }
       Prob operands[Packed::kOperands];
       Packed::pack(e, operands);
@@ -330,6 +373,7 @@ class DecodeTask {
   const int head_vectors_;  // of one head in out_
   const int block_size_;
   const bool sparse_;
+  BlockScales<Cache, kMaxBlockTokens> token_scales_;
   float logit_scale_ = 1.0f;
 
   alignas(64) float query_[kMaxTileHeads * kMaxHeadSize];  // packed, by head blocks

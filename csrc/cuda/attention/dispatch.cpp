@@ -6,6 +6,7 @@
 //   4  as 3 with many rows, if prefill cannot take query, out or scale        decode
 //   5  many query rows on Hopper, pages of 16 tokens or more                  prefill sm90
 //   6  many query rows otherwise                                              prefill sm80
+//      scales of tokens, which sm80 lacks                                     decode
 //   7  anything else                                                          SIMT
 // After 5 and 6, a mixed batch gets a concurrent decode launch for its short sequences.
 // ../README.md has the same table with exact conditions. Thresholds are in heuristics.h.
@@ -41,8 +42,17 @@ bool fits_stride(const PagedKv& kv, int64_t stride, int bytes = 16) {
   return stride >= 0 && length % bytes == 0 && length / 16 <= UINT32_MAX;
 }
 
-bool cache_is_aligned(const PagedKv& kv) {
-  return is_aligned(kv.key, 16) && is_aligned(kv.value, 16) &&
+// Whether scales of tokens can be read four at a time.
+bool scales_are_aligned(const TokenScales& scales) {
+  const auto fits = [](int64_t stride) { return stride % 4 == 0; };
+  return is_aligned(scales.key, 16) && is_aligned(scales.value, 16) &&
+         fits(scales.key_block_stride) && fits(scales.key_head_stride) &&
+         fits(scales.value_block_stride) && fits(scales.value_head_stride);
+}
+
+bool cache_is_aligned(const PagedAttentionParams& p) {
+  const PagedKv& kv = p.kv;
+  return scales_are_aligned(p.token_scales) && is_aligned(kv.key, 16) && is_aligned(kv.value, 16) &&
          fits_stride(kv, kv.key_block_stride) && fits_stride(kv, kv.key_head_stride) &&
          fits_stride(kv, kv.value_block_stride) && fits_stride(kv, kv.value_head_stride) &&
          (kv.layout == KvLayout::kVllm ||
@@ -72,7 +82,7 @@ uint32_t tensor_core_obstacles(const PagedAttentionParams& p, const DeviceModel&
   return when(p.sparse.on(), kBlockSparse) | when(p.dtype == DType::kFloat32, kFloat32) |
          when(4 * stage + 20 * 1024 > device.shared_memory_per_block, kSharedMemoryTooSmall) |
          when(kv.block_size < min_page, kSmallPages) | when(kv.num_blocks <= 0, kEmptyCache) |
-         when(!cache_is_aligned(kv), kUnalignedCache) |
+         when(!cache_is_aligned(p), kUnalignedCache) |
          when(!is_aligned(p.query, query_alignment * 2) || p.query_stride % query_alignment != 0,
               kUnalignedQuery) |
          when(!is_aligned(p.out, 8) || p.out_stride % 4 != 0, kUnalignedOut);
@@ -98,7 +108,9 @@ uint32_t prefill_sm90_obstacles(const PagedAttentionParams& p, const DeviceModel
          when(p.key_start_loc == nullptr && kv.block_size < 16, kPageSize) |
          when(!is_8_bit && kv.dtype != p.dtype, kCacheType) |
          when(is_8_bit && kv.head_size > kMaxHeadSize8Bit, kHeadSizeOn8Bit) |
-         when(is_8_bit && p.modifies_scores(), kSoftcapOrAlibiOn8Bit);
+         when(is_8_bit && p.modifies_scores(), kSoftcapOrAlibiOn8Bit) |
+         when(p.token_scales.any() && !takes_token_scales(prefill_form(kv), kv.head_size),
+              kTokenScales);
 }
 
 uint32_t prefill_sm80_obstacles(const PagedAttentionParams& p) {
@@ -109,22 +121,27 @@ uint32_t prefill_sm80_obstacles(const PagedAttentionParams& p) {
       fits_stride(kv, kv.value_dim_stride, kv.block_size % 16 == 0 ? 16 : 8 * element);
   return when(p.sparse.on(), kBlockSparse) | when(p.dtype == DType::kFloat32, kFloat32) |
          when(element != 1 && kv.dtype != p.dtype, kCacheType) |
-         when(!cache_is_aligned(kv) || (kv.layout == KvLayout::kVllm && !vllm_pages),
+         when(!cache_is_aligned(p) || (kv.layout == KvLayout::kVllm && !vllm_pages),
               kUnalignedCache) |
+         when(p.token_scales.any(), kTokenScales) |
          when(p.max_seq_len > kMaxLength, kLongSequences);
 }
 
 // Obstacles of prefill sm90 that do not count once K and V are gathered.
-constexpr uint32_t kGone =
-    kSmallPages | kPageSize | kUnalignedCache | kSoftcapOrAlibiOn8Bit | kHeadSizeOn8Bit;
+constexpr uint32_t kGone = kSmallPages | kPageSize | kUnalignedCache | kSoftcapOrAlibiOn8Bit |
+                           kHeadSizeOn8Bit | kTokenScales;
 
 // Whether prefill sm90 is faster with K and V gathered to contiguous 16-bit keys.
 bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
   const bool is_8_bit = size_of(p.kv.dtype) == 1;
   const bool has_slow_rows = p.kv.layout != KvLayout::kVllm && p.kv.head_size % 16 != 0;
   const int64_t rows = int64_t{p.max_query_len} * group_of(p);
+  // gather_paged_kv's kernel has one set of strides for the scales of K and V.
+  const TokenScales& scales = p.token_scales;
+  const bool can_scale = scales.key_block_stride == scales.value_block_stride &&
+                         scales.key_head_stride == scales.value_head_stride;
   // The room depends on the batch. With fixed_split_size the kernel must not.
-  return p.fixed_split_size == 0 && (sm90_obstacles & ~kGone) == kNoObstacle &&
+  return p.fixed_split_size == 0 && can_scale && (sm90_obstacles & ~kGone) == kNoObstacle &&
          (((is_8_bit || sm90_obstacles != kNoObstacle) && rows >= kGatherRows) ||
           (has_slow_rows && rows >= kGatherSlowRows));
 }
@@ -175,10 +192,9 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   while (multi_warp && choice.consumer_shift < 2 && rows > 1 << choice.row_shift()) {
     ++choice.consumer_shift;
   }
-  const int stage =
-      stage_bytes(kv, choice.form, padded, decode_stage_tokens(element, padded, multi_warp),
-                  device.architecture)
-          .total;
+  const int tokens = decode_stage_tokens(element, padded, multi_warp);
+  const bool scaled = p.token_scales.any();
+  const int stage = stage_bytes(kv, choice.form, padded, tokens, device.architecture).total;
   const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
   const int max_rows = static_cast<int>(std::min<int64_t>(rows, 8));  // combined at a time
   const int fixed = decode_static_smem(element, padded, multi_warp, fused);
@@ -188,7 +204,8 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
     return memory - count * (multi_warp ? max_rows : std::min(max_rows, 4)) * row_bytes;
   };
   const auto stages_for = [&](int count) {
-    return pipeline_memory(count) / (count >> choice.consumer_shift) / stage;
+    return stages_within(pipeline_memory(count) / (count >> choice.consumer_shift), stage, tokens,
+                         scaled);
   };
   // Two CTAs an SM for 8-bit caches with more query tiles than SMs (kCtasPerSmOf8Bit). Not with
   // fixed_split_size: the launch shape may not depend on the batch.
@@ -213,10 +230,10 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   choice.warps = warps;
   choice.grid.x = device.num_sms * choice.ctas_per_sm;
   choice.stages = std::min(stages_for(warps), kMaxPipelineStages);
-  const int pipeline_bytes = pipelines * choice.stages * stage;
+  const int all_pipelines = pipelines * pipeline_bytes(choice.stages, stage, tokens, scaled);
   choice.combine_rows = std::min(
-      {max_rows, (memory - pipeline_bytes) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
-  choice.shared_bytes = pipeline_bytes + warps * choice.combine_rows * row_bytes;
+      {max_rows, (memory - all_pipelines) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
+  choice.shared_bytes = all_pipelines + warps * choice.combine_rows * row_bytes;
   return true;
 }
 
@@ -234,8 +251,11 @@ void set_wgmma_shape(const PagedAttentionParams& p, const DeviceModel& device,
   const int memory = device.shared_memory_per_block - wgmma_static_smem(row_blocks) - scratch;
   choice.warps = 4 * (consumers + 1);
   choice.grid.x = device.num_sms;
-  choice.stages = std::min(memory / consumers / stage, kMaxPipelineStages);
-  choice.shared_bytes = consumers * choice.stages * stage + scratch;
+  const bool scaled = p.token_scales.any();
+  choice.stages = std::min(stages_within(memory / consumers, stage, kWgmmaStageTokens, scaled),
+                           kMaxPipelineStages);
+  choice.shared_bytes =
+      consumers * pipeline_bytes(choice.stages, stage, kWgmmaStageTokens, scaled) + scratch;
 }
 
 KvForm decode_form(const PagedKv& kv) {
@@ -458,6 +478,8 @@ constexpr Words kObstacleWords[] = {
     {kFusedPageSize, "one launch has pages up to 16 tokens"},
     {kFusedHeadSize, "one launch has heads up to 128"},
     {kFusedGroup, "one launch has up to 8 query heads per KV head"},
+    {kTokenScales,
+     "prefill sm80 has no scale a token, nor prefill sm90 for layout vllm with heads above 128"},
     {kUnalignedProjection,
      "one launch reads qkv, weights, cos_sin_cache and the cache in vectors of 16 bytes"},
 };

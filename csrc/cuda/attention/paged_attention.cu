@@ -16,6 +16,9 @@ namespace {
 
 void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
                    const DecodeWorkspace& workspace, Stream stream) {
+  if (p.token_scales.any()) {
+    return DecodeKernels<ScaledInt8>::launch(p, choice, workspace, stream);
+  }
   dispatch_16_bit(p.dtype, [&](auto query) {
     dispatch_cache<decltype(query)>(p.kv.dtype, [&](auto cache) {
       DecodeKernels<decltype(cache)>::launch(p, choice, workspace, stream);

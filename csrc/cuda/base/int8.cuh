@@ -7,6 +7,12 @@
 
 namespace vllm_kernels::cuda {
 
+// The element of an int8 cache with a scale a token and KV head (TokenScales in ops/paged_kv.h),
+// where kernels have instantiations of their own for it.
+struct ScaledInt8 {
+  int8_t bits;
+};
+
 template <>
 __device__ __forceinline__ int8_t from_float<int8_t>(float x) {
   int32_t result;

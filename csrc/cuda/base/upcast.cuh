@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "cuda/base/architecture.cuh"
+#include "cuda/base/int8.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -56,6 +57,11 @@ __device__ __forceinline__ void upcast4<int8_t>(uint32_t bytes, uint32_t& low, u
   };
   low = centred(__byte_perm(bytes, 0x64646464u, 0x4140));
   high = centred(__byte_perm(bytes, 0x64646464u, 0x4342));
+}
+
+template <>
+__device__ __forceinline__ void upcast4<ScaledInt8>(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  upcast4<int8_t>(bytes, low, high);
 }
 
 // A query row as fp16, for products with an upcast 8-bit cache: the row times `factor`, a power of

@@ -25,7 +25,8 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                      const Text& layout, int64_t max_query_len,
                      const std::optional<Tensor>& workspace, int64_t fixed_split_size,
                      bool kv_ready, int64_t window_right, const std::optional<Tensor>& kv_indptr,
-                     int64_t max_pages) {
+                     int64_t max_pages, const std::optional<Tensor>& k_token_scales,
+                     const std::optional<Tensor>& v_token_scales) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Arguments read, written;
@@ -43,6 +44,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   PagedAttentionParams params =
       read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
   params.kv = kv;
+  params.token_scales = token_scales(expect, kv, sizes, k_token_scales, v_token_scales, read);
   params.kv_ready = kv_ready && !kv_indptr;  // page_list.cu writes the tables just before
   read_window_and_split(expect, params, sliding_window, fixed_split_size);
   params.window_right = right_window(expect, window_right);
@@ -75,7 +77,7 @@ torch::stable::Tensor paged_attention_result(const Tensor& query, const Tensor& 
   Tensor out = empty(x.sizes(), x.scalar_type(), query);
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   paged_attention(out, {}, query, key_cache, value_cache, block_tables, seq_lens, {}, factor, {},
-                  sliding_window, softcap, {}, {}, {}, layout, 1, {}, 0, false, 0, {}, -1);
+                  sliding_window, softcap, {}, {}, {}, layout, 1, {}, 0, false, 0, {}, -1, {}, {});
   return torch::stable::Tensor(out.release());
 }
 

@@ -268,6 +268,40 @@ void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scal
   kv.scale_stride = elements > 1 ? 1 : 0;
 }
 
+TokenScales token_scales(Expect& expect, const PagedKv& kv, CacheSizes& sizes,
+                         const std::optional<Tensor>& k_token_scales,
+                         const std::optional<Tensor>& v_token_scales, Arguments& read) {
+  if (!k_token_scales && !v_token_scales) return {};
+  if (!k_token_scales || !v_token_scales) {
+    expect.fail(std::string(k_token_scales ? "v_token_scales" : "k_token_scales") +
+                ": expected a tensor, as " +
+                (k_token_scales ? "k_token_scales" : "v_token_scales") + " is one, got None");
+  }
+  const auto scales = [&](const char* name, const Tensor& tensor) {
+    const Argument s = expect.tensor(name, tensor).float32();
+    if (kv.dtype != DType::kInt8) {
+      s.fail(std::string("expected None: only int8 caches have a scale a token, this one is ") +
+             name_of(kv.dtype));
+    }
+    return expect.tensor(name, tensor)
+        .shape({&sizes.num_blocks, &sizes.num_kv_heads, &sizes.block_size})
+        .inner_contiguous();
+  };
+  const Argument k = scales("k_token_scales", *k_token_scales);
+  const Argument v = scales("v_token_scales", *v_token_scales);
+  if (kv.k_scale != nullptr || kv.v_scale != nullptr) {
+    expect.fail(std::string(kv.k_scale != nullptr ? "k_scale" : "v_scale") +
+                ": expected None: every token has its own scale (from k_token_scales)");
+  }
+  read.add(k, v);
+  return {.key = k.as<const float>(),
+          .value = v.as<const float>(),
+          .key_block_stride = k.stride(0),
+          .key_head_stride = k.stride(1),
+          .value_block_stride = v.stride(0),
+          .value_head_stride = v.stride(1)};
+}
+
 void set_scales(const Expect& expect, PagedKv& kv, Argument& k_scale, Argument& v_scale) {
   k_scale.one_element();
   v_scale.one_element();

@@ -70,6 +70,12 @@ RowCache row_cache(const Argument& query, Argument& key, Argument& value, int64_
 void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
                 const std::optional<Tensor>& v_scale, Arguments& read);
 
+// k_token_scales and v_token_scales of an int8 cache: float32 [num_blocks, num_kv_heads,
+// block_size], the two outer strides are free. Both or neither, and then no other scales.
+TokenScales token_scales(Expect& expect, const PagedKv& kv, CacheSizes& sizes,
+                         const std::optional<Tensor>& k_token_scales,
+                         const std::optional<Tensor>& v_token_scales, Arguments& read);
+
 // k_scale and v_scale: one float32 each, on the cache's device. Only 8-bit caches use them.
 void set_scales(const Expect& expect, PagedKv& kv, Argument& k_scale, Argument& v_scale);
 

@@ -136,6 +136,21 @@ Call draw_call(Draw& draw) {
   return call;
 }
 
+// Gives an int8 cache a scale a token; every fourth time where copies of 16 bytes cannot read them.
+void scale_tokens(Call& call, int number) {
+  PagedAttentionParams& p = call.params;
+  if (p.kv.dtype != DType::kInt8 || p.key_start_loc != nullptr) return;
+  const int64_t head = p.kv.block_size, block = head * p.kv.num_kv_heads;
+  const auto* scales = static_cast<const float*>(at(4096 + (number % 4 == 0 ? 4 : 0)));
+  p.token_scales = {.key = scales,
+                    .value = scales,
+                    .key_block_stride = block,
+                    .key_head_stride = head,
+                    .value_block_stride = block,
+                    .value_head_stride = head};
+  call.name += " token_scales";
+}
+
 std::string one_line(std::string text) {
   for (char& c : text) c = c == '\n' ? '|' : c;
   return text;
@@ -189,7 +204,8 @@ TEST(ChooseKernel, LaunchShapesFitTheDevice) {
   for (const NamedDevice& device : kDevices) {
     Draw draw(7);
     for (int i = 0; i < 20000; ++i) {
-      const Call call = draw_call(draw);
+      Call call = draw_call(draw);
+      if (i % 2 == 0) scale_tokens(call, i / 2);
       const AttentionChoice choice = choose_kernel(call.params, device.model);
       for (const KernelChoice* launch : {&choice.main, &choice.concurrent_decode}) {
         const int fixed =
@@ -214,6 +230,22 @@ TEST(ChooseKernel, LaunchShapesFitTheDevice) {
   }
 }
 
+// No kernel runs that would take the scales for one.
+TEST(ChooseKernel, ScalesOfTokensAreRead) {
+  for (const NamedDevice& device : kDevices) {
+    Draw draw(13);
+    for (int i = 0; i < 20000; ++i) {
+      Call call = draw_call(draw);
+      scale_tokens(call, i);
+      if (!call.params.token_scales.any()) continue;
+      const AttentionChoice choice = choose_kernel(call.params, device.model);
+      EXPECT_NE(choice.main.kernel, AttentionKernel::kPrefillSm80) << call.name;
+      const bool copies = choice.main.kernel != AttentionKernel::kSimt && choice.gathered_rows == 0;
+      if (copies || choice.has_concurrent_decode) EXPECT_NE(i % 4, 0) << call.name;
+    }
+  }
+}
+
 }  // namespace
 // With fixed_split_size a sequence has the same bits in every batch, so the batch must not choose
 // what rounds: kernel, form, and how rows and tokens are shared by warps.
@@ -222,6 +254,7 @@ TEST(ChooseKernel, FixedSplitsMakeTheBatchIrrelevant) {
     Draw draw(11);
     for (int i = 0; i < 20000; ++i) {
       Call call = draw_call(draw);
+      if (i % 2 == 0) scale_tokens(call, i / 2);
       call.params.fixed_split_size = 2048;
       PagedAttentionParams alone = call.params;
       alone.num_seqs = 1;

@@ -51,6 +51,7 @@ enum Obstacle : uint32_t {
   kFusedHeadSize = 1 << 22,         // fused decode: up to 128
   kFusedGroup = 1 << 23,            // fused decode: up to 8 query heads per KV head
   kUnalignedProjection = 1 << 24,   // fused decode: vectors of 16 bytes
+  kTokenScales = 1 << 25,           // prefill sm80; sm90: layout vllm, heads above 128
 };
 
 // Grid and splits of the SIMT kernel.
@@ -119,6 +120,11 @@ inline int64_t gather_bytes(const PagedAttentionParams& p, int64_t rows) {
 constexpr int kSimtHeads = 8, kSimtWarps = 4;
 // Prefill sm90: 8-bit caches have heads up to this size.
 constexpr int kMaxHeadSize8Bit = 192;
+// Prefill sm90: whether a cache with a scale a token is read where it lies. V of layout vllm needs
+// 16 scales at once, and longer heads leave no registers for them.
+constexpr bool takes_token_scales(KvForm form, int head_size) {
+  return form == KvForm::kSwizzledRows || head_size <= 128;
+}
 // Prefill sm80: tokens of a sequence.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
 // Fused decode: query heads of a KV head.
@@ -167,6 +173,22 @@ inline StageBytes stage_bytes(const PagedKv& kv, KvForm form, int padded_head_si
   // The mma also reads V past the head size. Those bytes are K of the same stage.
   return {
       .line_shift = line_shift, .key_offset = offset, .total = (offset + key + 127) / 128 * 128};
+}
+
+// Bytes of a stage's scales, for a cache with a scale a token: of its keys, then of its values.
+constexpr int token_scale_bytes(int tokens) {
+  return 2 * tokens * 4;
+}
+// Bytes of a pipeline: its stages of `stage` bytes, then their scales. It ends where the next
+// pipeline's stages may begin.
+constexpr int pipeline_bytes(int stages, int stage, int tokens, bool has_token_scales) {
+  if (!has_token_scales) return stages * stage;
+  return (stages * (stage + token_scale_bytes(tokens)) + 1023) / 1024 * 1024;
+}
+// The stages of a pipeline of at most `bytes` bytes.
+constexpr int stages_within(int bytes, int stage, int tokens, bool has_token_scales) {
+  if (!has_token_scales) return bytes / stage;
+  return bytes / 1024 * 1024 / (stage + token_scale_bytes(tokens));
 }
 
 // Blocks of 8 query rows per warp. If several warps share a pipeline, as many as registers hold.

@@ -16,6 +16,9 @@
 // kSwizzledRows with rows of less than 128 bytes, unless kShared. kv_smem_layout.cuh has the
 // layouts of a stage.
 //
+// Caches with a scale a token: lanes copy the scales of a stage, 16 bytes each (cp.async). They lie
+// behind the pipeline's stages: those of a stage's keys, then of its values.
+//
 // Early reads, before the PDL wait: look_up_speculative() reads the block table, and prefetch()
 // fetches pages into L2. No page is read before the wait, unless PagedAttentionParams::kv_ready
 // promises that pages, tables and lengths are written.
@@ -29,6 +32,7 @@
 
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_smem_layout.cuh"
+#include "cuda/attention/common/token_scales.cuh"
 #include "cuda/base/fast_divmod.cuh"
 #include "cuda/base/launch.cuh"
 #include "cuda/base/prefetch.cuh"
@@ -104,6 +108,12 @@ class KvPipeline {
   // stage's mask of present tokens.
   static constexpr int kBarriers = kShared ? 2 * kMaxPipelineStages : kMaxPipelineStages;
   static constexpr int kWords = kBarriers + kMaxPipelineStages * sizeof(Bits) / 8;
+  static constexpr bool kScaled = kHasTokenScales<Cache>;
+
+  // Bytes of a pipeline in shared memory.
+  static __device__ __forceinline__ int bytes(const PipelineLayout& layout) {
+    return pipeline_bytes(layout.stages, layout.stage_bytes, kTokens, kScaled);
+  }
 
   // `barrier_words`: kWords in shared memory. `is_producer`: whether this warp produces; only
   // kShared uses it.
@@ -127,7 +137,8 @@ class KvPipeline {
                                               int consumer_warps) {
 #pragma unroll 1
     for (int stage = 0; stage < layout.stages; ++stage) {
-      barrier_init(barrier_words + stage * 8, bulk(layout) ? 1 : kShared ? 33 : 32);
+      const int copiers = bulk(layout) ? (kScaled ? 33 : 1) : kShared ? 33 : 32;
+      barrier_init(barrier_words + stage * 8, copiers);
       if constexpr (kShared)
         barrier_init(barrier_words + (kMaxPipelineStages + stage) * 8,
                      consumer_warps * kWarpArrivals);
@@ -252,8 +263,17 @@ class KvPipeline {
 #endif
     return copies;
   }
-  __device__ __forceinline__ void start_copies(const Copies& copies) const {
+  __device__ __forceinline__ void start_copies(const PagedAttentionParams& p,
+                                               const Copies& copies) const {
 #if defined(VLLM_KERNELS_HAS_SM90)
+    if constexpr (kScaled) {
+#pragma unroll 1
+      for (int stage = 0; stage < copies.stages; ++stage) {
+        copy_scales(p, stage, stage << layout_.pages_shift,
+                    first_token_ + (stage - copies.stages) * token_step_);
+        barrier_arrive_copies(barriers_ + stage * 8);
+      }
+    }
     if (!copies.is_active) return;
     if constexpr (is_whole(kForm)) {
       copy_page(copies.key_to, copies.value_to, copies.key, copies.value, copies.line, copies.block,
@@ -269,8 +289,9 @@ class KvPipeline {
 
   // Starts the copies of the next stage, if there is one. All lanes. Not kShared: the stage must
   // have been released.
-  __device__ __forceinline__ bool produce(const PagedKv& kv) {
+  __device__ __forceinline__ bool produce(const PagedAttentionParams& p) {
     if (to_produce_ == 0) return false;
+    const PagedKv& kv = p.kv;
     --to_produce_;
     if constexpr (kShared) barrier_wait(empty_barrier(producer_stage_), producer_phase_);
     if (next_page_ == 32) look_up();
@@ -303,6 +324,10 @@ class KvPipeline {
       }
       if (lane_ == 0) store_shared(present_of(producer_stage_), present);
     }
+    if constexpr (kScaled) {
+      copy_scales(p, producer_stage_, next_page_, first_token_);
+      if (bulk(layout_)) barrier_arrive_copies(barrier);
+    }
     if constexpr (is_whole(kForm)) {
       copy_pages(kv, stage, barrier, page, pages, block, is_valid, lanes);
     } else if constexpr (kForm == KvForm::kSwizzledRows) {
@@ -328,6 +353,8 @@ class KvPipeline {
   __device__ __forceinline__ uint32_t value() const {
     return stages_address_ + consumer_stage_ * layout_.stage_bytes;
   }
+  // Its scales: those of K, then those of V.
+  __device__ __forceinline__ uint32_t scales() const { return scales_of(consumer_stage_); }
   __device__ __forceinline__ Bits present() const {
     return kShared || incomplete_ >> consumer_stage_ & 1
                ? load_shared<Bits>(present_of(consumer_stage_))
@@ -398,6 +425,26 @@ class KvPipeline {
   }
   __device__ __forceinline__ uint32_t present_of(int stage) const {
     return barriers_ + kBarriers * 8 + stage * sizeof(Bits);
+  }
+  __device__ __forceinline__ uint32_t scales_of(int stage) const {
+    return stages_address_ + layout_.stages * layout_.stage_bytes +
+           stage * token_scale_bytes(kTokens);
+  }
+  // Copies the scales of a stage that begins at token `first`; lane `page` of blocks_ has its first
+  // page. All lanes call it; a lane copies the scales of 4 tokens.
+  __device__ __forceinline__ void copy_scales(const PagedAttentionParams& p, int stage, int page,
+                                              int first) const {
+    constexpr int kChunks = kTokens / 4;
+    const int token = lane_ % kChunks * 4;
+    const int of_page = token >> layout_.page_shift & (1 << layout_.pages_shift) - 1;
+    const int32_t block = __shfl_sync(0xffffffffu, blocks_, page + of_page);
+    const TokenScales& scales = p.token_scales;
+    const bool is_value = lane_ >= kChunks;
+    if (static_cast<uint32_t>(block) >= p.kv.num_blocks || lane_ >= 2 * kChunks) return;
+    const float* page_scales = is_value ? scales.value + scales.value_offset(block, kv_head_)
+                                        : scales.key + scales.key_offset(block, kv_head_);
+    copy16_async(scales_of(stage) + lane_ * 16,
+                 page_scales + (first + token & (1 << layout_.page_shift) - 1));
   }
   // All lanes call this after their 16-byte copies.
   __device__ __forceinline__ void arrive_copies(uint32_t barrier) const {

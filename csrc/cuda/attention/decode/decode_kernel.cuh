@@ -121,7 +121,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
             consumers = warps >> consumer_shift;
   const int warp_rows = kTiles > 1 ? 1 << shape.warp_shift : 8;
   const int head_size = p.kv.head_size, fours = head_size / 4;
-  const int pipeline_bytes = shape.pipeline.stages * shape.pipeline.stage_bytes;
+  const int pipeline_bytes = Pipeline::bytes(shape.pipeline);
   Pipeline pipeline(shape.pipeline, maps, shared_address(shared) + consumer * pipeline_bytes,
                     shared_address(pipeline_words[consumer]), warp_in_consumer == 0, lane);
   if (warp_in_consumer == 0 && lane == 0) {
@@ -187,7 +187,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const auto produce_stages = [&](int stages) {
     int produced = 0;
 #pragma unroll 1
-    for (int i = 0; i < stages; ++i) produced += pipeline.produce(p.kv);
+    for (int i = 0; i < stages; ++i) produced += pipeline.produce(p);
     return produced;
   };
 
@@ -236,7 +236,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         typename Scheduler::Indices indices;
         indices.load(p, lane);
         const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
-        pipeline.start_copies(copies);
+        pipeline.start_copies(p, copies);
         produced = copies.stages;
         if (some && produced == 0) produced = produce_stages(shape.pipeline.stages);
         speculative = false;
@@ -417,7 +417,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       uint32_t tokens = pipeline.present();
       // Refills the stage before this one: almost surely all of the consumer's warps have released
       // it.
-      if (kMultiWarp && i != consumer) pipeline.produce(p.kv);
+      if (kMultiWarp && i != consumer) pipeline.produce(p);
       const bool plain =
           tokens == kAllTokens<kTokens> &&
           static_cast<uint32_t>(first - plain_begin) <= static_cast<uint32_t>(plain_extent);
@@ -426,11 +426,12 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         if (end - first < kTokens) tokens &= end > first ? (1u << (end - first)) - 1 : 0u;
       }
       if (tokens != 0 && (!kMultiWarp || mma.tiles > 0)) {
-        mma.step(pipeline.key(), pipeline.value(), tokens, plain, adjust, shape.stage_layout, lane);
+        mma.step(pipeline.key(), pipeline.value(), pipeline.scales(), tokens, plain, adjust,
+                 shape.stage_layout, lane);
       }
       first += consumers << kShift;
       pipeline.consumer_release();
-      if (!kMultiWarp) pipeline.produce(p.kv);
+      if (!kMultiWarp) pipeline.produce(p);
       if (i == asks_at && lane == 0) {
         next_index = following;
         barrier_arrive(shared_address(&next_index_ready));

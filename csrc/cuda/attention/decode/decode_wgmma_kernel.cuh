@@ -172,7 +172,7 @@ __device__ __forceinline__ void produce_stages(const PagedAttentionParams& p, Ti
     for (int i = 0; i < stages; ++i) {
       if (consumer == 0 && i == stages - 1 && lane == 0)
         barrier_arrive(shared_address(&queue.next_tile_wanted));
-      pipeline.produce(p.kv);
+      pipeline.produce(p);
     }
   }
 }
@@ -237,6 +237,7 @@ __device__ __forceinline__ void attend(
     const bool plain_scores = !p.modifies_scores();
     const int window = p.sliding_window;
     const auto release = [&] { pipeline.consumer_release(); };
+    const auto scales = [&] { return pipeline.scales(); };
     const auto attend_stages = [&](auto used) {
       constexpr int kUsed = decltype(used)::value;
       int stage = work_tile.sequence.first_stage + work_tile.stage + consumer;
@@ -254,7 +255,7 @@ __device__ __forceinline__ void attend(
         uint64_t tokens = pipeline.present();
         if (is_fully_visible & (tokens == ~uint64_t{0})) {
           const auto nothing = [](float score, int, int, int) { return score; };
-          mma.template step<kUsed, true>(keys, pipeline.value(), tokens, nothing, release,
+          mma.template step<kUsed, true>(keys, pipeline.value(), scales, tokens, nothing, release,
                                          shape.stage_layout, lane);
           continue;
         }
@@ -274,7 +275,7 @@ __device__ __forceinline__ void attend(
           return adjusted_score(p, shape.cap, query_row.head,
                                 first + token - mine.position - query_row.token, score);
         };
-        mma.template step<kUsed, false>(keys, pipeline.value(), tokens, adjust, release,
+        mma.template step<kUsed, false>(keys, pipeline.value(), scales, tokens, adjust, release,
                                         shape.stage_layout, lane);
       }
     };
@@ -326,7 +327,7 @@ __global__ void __launch_bounds__(cta_threads(kMaxTiles), 1)
                 3072);
   launch_dependents();
   const int lane = threadIdx.x % 32;
-  const int pipeline_bytes = shape.pipeline.stages * shape.pipeline.stage_bytes;
+  const int pipeline_bytes = Pipeline::bytes(shape.pipeline);
   if (threadIdx.x < kConsumers) {
     Pipeline::init(shape.pipeline, maps, shared_address(pipeline_words[threadIdx.x]), 4);
   }

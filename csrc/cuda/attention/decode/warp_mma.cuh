@@ -22,6 +22,7 @@
 
 #include "cuda/attention/common/kv_smem_layout.cuh"
 #include "cuda/attention/common/online_softmax.cuh"
+#include "cuda/attention/common/token_scales.cuh"
 #include "cuda/base/upcast.cuh"
 #include "cuda/base/vec.cuh"
 
@@ -35,6 +36,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       Addresses::token_of, Addresses::value_at, Addresses::value_masks;
   static constexpr int kTokens = 16 * kDepth;
   static constexpr bool kCacheIs16Bit = Addresses::kCacheIs16Bit, kRows = Addresses::kRows;
+  static constexpr bool kScaled = kHasTokenScales<Cache>;
   using Element = std::conditional_t<kCacheIs16Bit, Cache, __half>;
   static constexpr int kSteps = kMaxHeadSize / 16;
 
@@ -249,10 +251,12 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
   }
 
   template <int kUsed, typename Adjust>
-  __device__ __forceinline__ void step_used(uint32_t key, uint32_t value, uint32_t tokens,
-                                            bool plain, const Adjust& adjust,
+  __device__ __forceinline__ void step_used(uint32_t key, uint32_t value, uint32_t scales,
+                                            uint32_t tokens, bool plain, const Adjust& adjust,
                                             const KvStageLayout& layout, int lane) {
     float c[kDepth][kUsed][4];
+    PairScales of_tokens[kDepth];
+    float exponents[kDepth][2];  // of the value scales
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
       scores<kUsed>(c[i], key + i * layout.key_step);
@@ -260,6 +264,19 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       for (int tile = 0; tile < kUsed; ++tile) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) c[i][tile][j] *= scale[tile][j & 1];
+      }
+      if constexpr (kScaled) {
+        const uint32_t first = scales + (16 * i + token_of(lane, 0)) * 4,
+                       second = scales + (16 * i + token_of(lane, 2)) * 4;
+        of_tokens[i].load_keys(first, second);
+        of_tokens[i].load_values(first + kTokens * 4, second + kTokens * 4);
+#pragma unroll
+        for (int tile = 0; tile < kUsed; ++tile) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) c[i][tile][j] *= of_tokens[i].key[j >> 1];
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) exponents[i][j] = of_tokens[i].exponent(j);
       }
     }
     if (!plain) {
@@ -282,10 +299,12 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     for (int tile = 0; tile < kUsed; ++tile) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        largest[tile][j] = fmaxf(c[0][tile][j], c[0][tile][j + 2]);
-        if constexpr (kDepth == 2) {
-          largest[tile][j] = fmaxf(largest[tile][j], fmaxf(c[1][tile][j], c[1][tile][j + 2]));
-        }
+        const auto bound = [&](int i) {
+          if constexpr (!kScaled) return fmaxf(c[i][tile][j], c[i][tile][j + 2]);
+          return fmaxf(c[i][tile][j] + exponents[i][0], c[i][tile][j + 2] + exponents[i][1]);
+        };
+        largest[tile][j] = bound(0);
+        if constexpr (kDepth == 2) largest[tile][j] = fmaxf(largest[tile][j], bound(1));
         higher = higher || largest[tile][j] > row_max[tile][j] + kRescaleThreshold;
       }
     }
@@ -301,6 +320,14 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         for (int j = 0; j < 4; ++j) weight[j] = exp2_approx(c[i][tile][j] - row_max[tile][j & 1]);
         sum[tile][0] += weight[0] + weight[2];
         sum[tile][1] += weight[1] + weight[3];
+        if constexpr (kScaled) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) weight[j] *= of_tokens[i].value[j >> 1];
+          if (!plain) {  // a scale that the row does not see may be NaN
+#pragma unroll
+            for (int j = 0; j < 4; ++j) weight[j] = c[i][tile][j] == -INFINITY ? 0.0f : weight[j];
+          }
+        }
         uint32_t (&packed)[2] = probs[i][tile];
         packed[0] = pack2<Element>(weight[0], weight[1]);
         packed[1] = pack2<Element>(weight[2], weight[3]);
@@ -323,17 +350,18 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       }
     }
   }
-  // One stage of kTokens tokens. `tokens`: mask of the tokens to attend to. adjust(score, tile, j,
+  // One stage of kTokens tokens. `scales`: its scales (KvPipeline::scales()), used if kScaled.
+  // `tokens`: mask of the tokens to attend to. adjust(score, tile, j,
   // token) returns the modified score in log2 units. `plain`: all tokens are visible to all rows
   // and no score is modified; then adjust is not called.
   template <typename Adjust>
-  __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint32_t tokens, bool plain,
-                                       const Adjust& adjust, const KvStageLayout& layout,
-                                       int lane) {
+  __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint32_t scales,
+                                       uint32_t tokens, bool plain, const Adjust& adjust,
+                                       const KvStageLayout& layout, int lane) {
     if constexpr (kTiles > 1) {
-      if (tiles == 1) return step_used<1>(key, value, tokens, plain, adjust, layout, lane);
+      if (tiles == 1) return step_used<1>(key, value, scales, tokens, plain, adjust, layout, lane);
     }
-    step_used<kTiles>(key, value, tokens, plain, adjust, layout, lane);
+    step_used<kTiles>(key, value, scales, tokens, plain, adjust, layout, lane);
   }
 
   // Lanes l, l + 4, ... hold the same rows for different tokens.

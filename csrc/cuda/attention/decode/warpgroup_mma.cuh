@@ -28,6 +28,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       Addresses::value_masks;
   static constexpr int kTokens = kStageTokens;
   static constexpr bool kCacheIs16Bit = Addresses::kCacheIs16Bit, kRows = Addresses::kRows;
+  static constexpr bool kScaled = kHasTokenScales<Cache>;
   using Element = std::conditional_t<kCacheIs16Bit, Cache, __half>;
   static constexpr int kSteps = kMaxHeadSize / 16;
   static constexpr int kHalves = kMaxHeadSize / 64;  // groups of 64 dimensions
@@ -45,7 +46,11 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
   float out[kHalves][kMaxTiles][4];  // O^T accumulators: this warp's 16 of 64 dimensions x 8 rows
   float row_max[kMaxTiles][2];       // log2 units, this lane's two rows; the same in all warps
   float sum[kMaxTiles][2];           // row_sum, of this lane's tokens only until store_stats()
-  float scale[kMaxTiles][2];         // from the product q . k to log2 units
+  float scale[kMaxTiles][2];         // from the product q . k to log2 units; not kReloads
+  // 64 rows and scales of tokens: no registers are left for `scale`, which stays in shared memory.
+  static constexpr bool kReloads = kScaled && !kEarly;
+  uint32_t row_scales;       // kReloads
+  float softmax_scale_log2;  // kReloads
   int head_size;
   int tiles;       // of 8 rows, in use: 2, 4 or 8
   uint32_t query;  // shared memory: [D / 8][rows][8], scaled if the cache is 8-bit
@@ -153,12 +158,17 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     }
   }
   // After all threads have stored the query.
-  __device__ __forceinline__ void load_scales(uint32_t scales, float softmax_scale_log2, int lane) {
+  __device__ __forceinline__ void load_scales(uint32_t scales, float to_log2, int lane) {
+    if constexpr (kReloads) {
+      row_scales = scales;
+      softmax_scale_log2 = to_log2;
+      return;
+    }
 #pragma unroll
     for (int t = 0; t < kMaxTiles; ++t) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        scale[t][j] = softmax_scale_log2;
+        scale[t][j] = to_log2;
         if (!kCacheIs16Bit && t < tiles) {
           scale[t][j] *= load_shared<float>(scales + row_of(lane, t, j) * 4);
         }
@@ -208,13 +218,17 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
   // Raises row_max of all rows to the largest score of the 4 warps, and rescales. `scratch`: 16
   // bytes per row.
   template <int kUsed>
-  __device__ __forceinline__ void raise_row_max(const float (&c)[kUsed][4], uint32_t scratch,
+  __device__ __forceinline__ void raise_row_max(const float (&c)[kUsed][4],
+                                                const PairScales& of_tokens, uint32_t scratch,
                                                 int lane) {
 #pragma unroll
     for (int t = 0; t < kUsed; ++t) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float mine = fmaxf(c[t][j], c[t][j + 2]);
+        if constexpr (kScaled) {
+          mine = fmaxf(c[t][j] + of_tokens.exponent(0), c[t][j + 2] + of_tokens.exponent(1));
+        }
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) {
           mine = fmaxf(mine, __shfl_xor_sync(0xffffffffu, mine, distance));
@@ -347,13 +361,15 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
   }
 
   // Stores p of this warp's scores to shared memory and returns its sums over this lane's tokens in
-  // `sums`. kProducts: c is not yet in log2 units. Returns whether a score exceeds row_max by more
-  // than kRescaleThreshold.
-  template <int kUsed, bool kProducts>
-  __device__ __forceinline__ bool store_probs(const float (&c)[kUsed][4], float (&sums)[kUsed][2],
+  // `sums`. kProducts: c is not yet in log2 units. kMasked: some may be -inf. Returns whether a
+  // score exceeds row_max by more than kRescaleThreshold.
+  template <int kUsed, bool kProducts, bool kMasked>
+  __device__ __forceinline__ bool store_probs(const float (&c)[kUsed][4],
+                                              const PairScales& of_tokens, float (&sums)[kUsed][2],
                                               uint32_t to_probs, int lane) const {
     constexpr uint32_t kChunk = kUsed * 128;
     uint32_t most = 0;
+    float most_weight = 0.0f;
 #pragma unroll
     for (int t = 0; t < kUsed; t += 2) {
       uint32_t packed[2][2];
@@ -367,10 +383,21 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         }
         sums[t + u][0] = weight[0] + weight[2];
         sums[t + u][1] = weight[1] + weight[3];
+        if constexpr (kScaled) {
+          most_weight = fmaxf(most_weight, fmaxf(sums[t + u][0], sums[t + u][1]));
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            weight[j] *= of_tokens.value[j >> 1];
+            // A scale that the row does not see may be NaN.
+            if (kMasked && c[t + u][j] == -INFINITY) weight[j] = 0.0f;
+          }
+        }
         packed[u][0] = pack2<Element>(weight[0], weight[1]);
         packed[u][1] = pack2<Element>(weight[2], weight[3]);
         order_probs(packed[u][0], packed[u][1], lane);
-        most = larger(most, larger(packed[u][0], packed[u][1]));
+        // Only scales may be negative.
+        constexpr uint32_t kMagnitude = kScaled ? 0x7fff7fff : 0xffffffff;
+        most = larger(most, larger(packed[u][0] & kMagnitude, packed[u][1] & kMagnitude));
       }
       // stmatrix: (rows 8t .., slots 0-7) (8t + 8 .., 0-7) (8t .., 8-15) (8t + 8 .., 8-15).
       const uint32_t to = to_probs + (2 * warp_in_consumer + (lane >> 4)) * kChunk +
@@ -381,7 +408,9 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     // p >= 0, so bits compare like values.
     constexpr uint32_t kLimit = std::is_same_v<Element, __half> ? 0x5c00 : 0x4380;
     static_assert(kRescaleThreshold == 8.0f);  // kLimit is 2^8 in Element
-    return max(most & 0xffff, most >> 16) > kLimit;
+    const bool exceeds = max(most & 0xffff, most >> 16) > kLimit;
+    // Where a value scale is tiny or 0, its product does not show how large the weight is.
+    return kScaled ? exceeds || most_weight > kMaxScaledWeight : exceeds;
   }
 
   // This lane's fragments of a stage's K; zeros past the head size.
@@ -399,10 +428,11 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
   // One stage of 64 tokens; see WarpMma::step. kUsed: tiles of 8 rows. kPlain: all tokens are
   // visible to all rows and no score is modified. Calls release() once K and V have been read. All
   // warps of the consumer call it.
-  template <int kUsed, bool kPlain, typename Adjust, typename Release>
-  __device__ __forceinline__ void step(const Keys& keys, uint32_t value, uint64_t tokens,
-                                       const Adjust& adjust, const Release& release,
-                                       const KvStageLayout& layout, int lane) {
+  template <int kUsed, bool kPlain, typename Scales, typename Adjust, typename Release>
+  __device__ __forceinline__ void step(const Keys& keys, uint32_t value, const Scales& scales,
+                                       uint64_t tokens, const Adjust& adjust,
+                                       const Release& release, const KvStageLayout& layout,
+                                       int lane) {
     constexpr uint32_t kChunk = kUsed * 128;  // bytes of 8 dimensions, or 8 tokens, of all rows
     uint32_t stored = probs;                  // this step's P^T buffer
     if constexpr (kEarly) {
@@ -440,22 +470,49 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       }
     }
     wgmma_commit();
+    PairScales of_tokens;
+    const auto token_scales = [&](int j) {
+      return scales() + (16 * warp_in_consumer + token_of(lane, j)) * 4;
+    };
+    const auto load_key_scales = [&] {
+      if constexpr (kScaled) of_tokens.load_keys(token_scales(0), token_scales(2));
+    };
+    const auto load_value_scales = [&] {
+      constexpr int kFromKeys = kTokens * 4;
+      if constexpr (kScaled)
+        of_tokens.load_values(token_scales(0) + kFromKeys, token_scales(2) + kFromKeys);
+    };
     Values<kEarly ? kGroups : kGroups / 2> values;
     if constexpr (kEarly) {
       load_values(values, 0, value, layout);
+      load_key_scales();
+      load_value_scales();
       release();
     }
     wgmma_wait<0>();
     warpgroup_fence_operand(c);
+    if (!kEarly) load_key_scales();
     const auto scale_scores = [&] {
 #pragma unroll
       for (int t = 0; t < kUsed; ++t) {
+        float of_rows[2] = {scale[t][0], scale[t][1]};
+        if constexpr (kReloads) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) c[t][j] *= scale[t][j & 1];
+          for (int j = 0; j < 2; ++j) {
+            of_rows[j] =
+                load_shared<float>(row_scales + row_of(lane, t, j) * 4) * softmax_scale_log2;
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          c[t][j] *= of_rows[j & 1];
+          if constexpr (kScaled) c[t][j] *= of_tokens.key[j >> 1];
+        }
       }
     };
+    constexpr bool kProducts = kPlain && !kScaled;
+    if (!kProducts) scale_scores();
     if (!kPlain) {
-      scale_scores();
       const uint32_t mine = static_cast<uint32_t>(tokens >> 16 * warp_in_consumer);
 #pragma unroll
       for (int t = 0; t < kUsed; ++t) {
@@ -470,12 +527,15 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     // Most steps do not raise row_max, so p is computed first and checked afterwards. Other warps
     // may still read the previous step's P^T. It is in the other buffer (kEarly), or this barrier
     // waits for them.
-    if (!kEarly) consumer_barrier();
+    if (!kEarly) {
+      load_value_scales();
+      consumer_barrier();
+    }
     float sums[kUsed][2];
-    if (consumer_any(store_probs<kUsed, kPlain>(c, sums, stored, lane))) {
-      if (kPlain) scale_scores();
-      raise_row_max<kUsed>(c, stored, lane);
-      store_probs<kUsed, false>(c, sums, stored, lane);
+    if (consumer_any(store_probs<kUsed, kProducts, !kPlain>(c, of_tokens, sums, stored, lane))) {
+      if (kProducts) scale_scores();
+      raise_row_max<kUsed>(c, of_tokens, stored, lane);
+      store_probs<kUsed, false, !kPlain>(c, of_tokens, sums, stored, lane);
       consumer_barrier();
     }
 #pragma unroll

@@ -6,7 +6,8 @@
 //
 // Two launches, or three for pages of layout vllm:
 //   key_starts_kernel   one CTA: an exclusive prefix sum of the lengths
-//   gather_paged_kv's   cache/gather_cache.cu, without scales: the upcast of 8 bits is exact
+//   gather_paged_kv's   cache/gather_cache.cu, without scales: the upcast of 8 bits is exact. (With
+//                       a scale a token: multiplied by it and rounded once.)
 //
 // Early reads: none. Each kernel waits for its primary kernel first.
 #include "cuda/attention/prefill/gather_keys.h"
@@ -92,7 +93,13 @@ GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& c
                               .value_row_stride = row_stride,
                               .value_head_stride = head_stride,
                               .dtype = p.dtype};
-  gather.kv.k_scale = gather.kv.v_scale = nullptr;
+  gather.kv.k_scale = p.token_scales.key;
+  gather.kv.v_scale = p.token_scales.value;
+  if (p.token_scales.any()) {
+    gather.scale_block_stride = p.token_scales.key_block_stride;
+    gather.scale_head_stride = p.token_scales.key_head_stride;
+    gather.scale_token_stride = 1;
+  }
   if (contiguous) {
     gather.tokens.block_table = starts + 2;
     gather.tokens.block_table_stride = 1;
@@ -101,6 +108,7 @@ GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& c
   }
   PagedAttentionParams gathered = p;
   if (!contiguous) gathered.key_start_loc = starts;
+  gathered.token_scales = {};
   gathered.kv = {.key = gather.key,
                  .value = gather.value,
                  .num_blocks = 1,

@@ -171,6 +171,19 @@ struct SimtCta {
     return score;
   }
 
+  // Whether every token has scales of its own: only in an int8 cache.
+  __device__ __forceinline__ bool has_token_scales() const {
+    if constexpr (std::is_same_v<Cache, int8_t>) return p.token_scales.any();
+    return false;
+  }
+  // The scales of a token's K and V; 0 where there is no token.
+  __device__ __forceinline__ float2 token_scales(int block, int slot) const {
+    if (block < 0) return {0.0f, 0.0f};
+    const TokenScales& scales = p.token_scales;
+    return {scales.key[scales.key_offset(block, heads.kv_head) + slot],
+            scales.value[scales.value_offset(block, heads.kv_head) + slot]};
+  }
+
   // Processes tokens [begin, end) in steps of 32. This warp takes every kSimtWarps-th step.
   __device__ __forceinline__ void attend(SimtState& state, int begin, int end, int warp) const {
     const int head_size = p.kv.head_size;
@@ -188,12 +201,20 @@ struct SimtCta {
       if (__all_sync(0xffffffffu, block < 0)) continue;  // a block-sparse pattern skips pages
       float score[kSimtHeads];
       scores(score, keys, block, token % p.kv.block_size);
+      float value_scale = 1.0f;
+      if (has_token_scales()) {
+        const float2 scale = token_scales(block, token % p.kv.block_size);
+#pragma unroll
+        for (int head = 0; head < kSimtHeads; ++head) score[head] *= scale.x;
+        value_scale = scale.y;
+      }
 #pragma unroll
       for (int head = 0; head < kSimtHeads; ++head) {
         if (head >= heads.count) break;
         const bool seen = block >= 0 && (visible >> head & 1) != 0;
         const float masked = seen ? modified(score[head], head, token) : -INFINITY;
-        probs[head * 32 + lane] = state.softmax_step(head, masked);
+        const float prob = state.softmax_step(head, masked);
+        probs[head * 32 + lane] = has_token_scales() ? prob * value_scale : prob;
       }
       __syncwarp();
       for (int t = 0; t < 32; ++t) {

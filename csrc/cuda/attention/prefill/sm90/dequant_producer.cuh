@@ -1,7 +1,12 @@
 // The dequant producer warps of the sm90 prefill kernel (prefill_kernel.cuh), for 8-bit caches.
 // They read K and V with cp.async, upcast them to the query's type and store them as wgmma
 // operands. The upcast is exact: k_scale is applied to scores, v_scale to the output.
+//
+// A scale a token is applied here, in float32, and the product is rounded once to 16 bits, as an
+// unquantized cache is. That error is small beside int8's, and the consumers' softmax, which is the
+// bottleneck, has no more to do. (Scaled scores would be a multiplication and half a load each.)
 #pragma once
+#include "cuda/attention/common/token_scales.cuh"
 #include "cuda/attention/prefill/sm90/producer.cuh"
 #include "cuda/base/kv_element.cuh"
 
@@ -31,6 +36,43 @@ __device__ __forceinline__ uint4 upcast8(uint32_t first, uint32_t second) {
           from_half_pair<T>(pairs[3])};
 }
 
+// Eight int8 elements as eight T, element i times scale(i).
+template <typename T, typename Scale>
+__device__ __forceinline__ uint4 dequantize8(uint32_t first, uint32_t second, const Scale& scale) {
+  uint32_t pairs[4];
+  upcast4<int8_t>(first, pairs[0], pairs[1]);
+  upcast4<int8_t>(second, pairs[2], pairs[3]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    __half2 halves;
+    memcpy(&halves, &pairs[i], sizeof(halves));
+    const float2 values = __half22float2(halves);
+    pairs[i] = pack2<T>(values.x * scale(2 * i), values.y * scale(2 * i + 1));
+  }
+  return {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+
+// The scales of a KV tile's tokens, of the boxes that one dequant warp takes. Lane l has token l %
+// 16 of its boxes l / 16 and, where a warp has more than two, l / 16 + 2.
+template <int kBoxesOfWarp>
+struct TileScales {
+  static_assert(kBoxesOfWarp <= 4);
+  float boxes[kBoxesOfWarp > 2 ? 2 : 1] = {};
+
+  // of_box(i, t): the scale of token t of the warp's i-th box. All lanes.
+  template <typename OfBox>
+  __device__ __forceinline__ void read(int lane, const OfBox& of_box) {
+    boxes[0] = of_box(lane / 16, lane % 16);
+    if constexpr (kBoxesOfWarp > 2) boxes[1] = of_box(lane / 16 + 2, lane % 16);
+  }
+  // All lanes, with the same i.
+  __device__ __forceinline__ float get(int i, int token) const {
+    float held = boxes[0];
+    if constexpr (kBoxesOfWarp > 2) held = i < 2 ? held : boxes[1];
+    return __shfl_sync(0xffffffffu, held, i % 2 * 16 + token);
+  }
+};
+
 // Keeps the bytes with an index in [low, high); the others become 0.
 __device__ __forceinline__ uint4 mask_bytes(uint4 elements, int low, int high) {
   const auto masked = [&](uint32_t word, int first) {
@@ -59,7 +101,9 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
   using Pages = TilePages<Config>;
   constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
   constexpr bool kChunkIsTokens = kValue && !kRowForm;  // else it is 16 dimensions
+  constexpr bool kScaled = kHasTokenScales<Cache>;
   constexpr int kBoxes = Pages::kBoxes;
+  using Scales = TileScales<(kBoxes + kDequantWarps - 1) / kDequantWarps>;
   constexpr uint32_t kBoxBytes = PrefillMma<Config>::kBoxBytes;
   constexpr int kChunks = Config::kHeadSize / 32;  // of a lane, in a box
   const PagedKv& kv = p.kv;
@@ -111,7 +155,24 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
         }
       }
     };
+    Scales scales, next_scales;
+    const auto read_scales = [&](int number, Scales& of_tile) {
+      if constexpr (!kScaled) return;
+      of_tile.read(lane, [&](int i, int t) {
+        const int box = warp + i * kDequantWarps;
+        const int token = token_of(number) + box * kPrefillBoxTokens + t;
+        const int block = pages.block(box % kBoxes);
+        if (box >= kBoxes || block < 0 || token < work_tile.begin || token >= work_tile.end) {
+          return 0.0f;
+        }
+        const TokenScales& all = p.token_scales;
+        const int64_t page = kValue ? all.value_offset(block, work_tile.kv_head)
+                                    : all.key_offset(block, work_tile.kv_head);
+        return (kValue ? all.value : all.key)[page + pages.row_in_block(token)];
+      });
+    };
     look_up(0);
+    read_scales(0, scales);
 #pragma unroll 1
     for (int box = warp; box < kBoxes; box += kDequantWarps) fetch(0, box);
 #pragma unroll 1
@@ -119,7 +180,10 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
       const uint32_t stage = stages + state.index * Config::kTileBytes;
       const uint32_t stage_present_boxes = present_boxes;
       const bool has_next = i + 1 < work_tile.tiles;
-      if (has_next) look_up(i + 1);
+      if (has_next) {
+        look_up(i + 1);
+        read_scales(i + 1, next_scales);
+      }
       wait_all_copies();
       barrier_wait(shared_address(kValue ? &shared.value_empty[state.index]
                                          : &shared.key_empty[state.index]),
@@ -131,6 +195,13 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
         const int token = token_of(i) + box * kPrefillBoxTokens;
         const bool is_whole_box =
             token >= work_tile.begin && token + kPrefillBoxTokens <= work_tile.end;
+        float of_tokens[kChunkIsTokens ? 16 : 1];  // kScaled: the scales of this lane's tokens
+        if constexpr (kScaled) {
+#pragma unroll
+          for (int t = 0; t < (kChunkIsTokens ? 16 : 1); ++t) {
+            of_tokens[t] = scales.get(box / kDequantWarps, kChunkIsTokens ? t : token_of_lane);
+          }
+        }
 #pragma unroll
         for (int j = 0; j < kChunks; ++j) {
           uint4 elements = load_shared<uint4>(raw + (box / kDequantWarps * kChunks + j) * 512);
@@ -150,11 +221,17 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
                      (dim / 8 + half) * 128 + token_of_lane % 8 * 16;
             }
           };
-          store_shared(stage + smem_offset(0), upcast8<T, Cache>(elements.x, elements.y));
-          store_shared(stage + smem_offset(1), upcast8<T, Cache>(elements.z, elements.w));
+          const auto upcast_chunk = [&](uint32_t low, uint32_t high, int first) {
+            if constexpr (!kScaled) return upcast8<T, Cache>(low, high);
+            return dequantize8<T>(low, high,
+                                  [&](int e) { return of_tokens[kChunkIsTokens ? first + e : 0]; });
+          };
+          store_shared(stage + smem_offset(0), upcast_chunk(elements.x, elements.y, 0));
+          store_shared(stage + smem_offset(1), upcast_chunk(elements.z, elements.w, 8));
         }
         if (has_next) fetch(i + 1, box);  // its buffer has been read
       }
+      scales = next_scales;
       fence_async_proxy();
       barrier_arrive_warp(
           shared_address(kValue ? &shared.value_full[state.index] : &shared.key_full[state.index]),

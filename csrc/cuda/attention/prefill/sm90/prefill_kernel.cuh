@@ -318,6 +318,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                               dequant_warp - kDequantWarps, lane);
       }
     };
+    if constexpr (takes_token_scales(Config::kForm, Config::kHeadSize)) {
+      if (p.token_scales.any()) return with_cache(ScaledInt8{});
+    }
     dispatch_8_bit(p.kv.dtype, with_cache);
   };
   if (warp < kWarps) {

@@ -1,0 +1,110 @@
+"""Attention over int8 with a scale a token and head, beside int8 and e4m3 with one scale.
+
+    python -m benchmarks.bench_token_scales [--layout vllm] [--seconds 0.3]
+
+32 query heads, 8 KV heads, head size 128, permuted pages of 16 tokens. KV copies rotate, so that no
+cache serves them. On a CPU the candidates of a case take turns. Bytes are those of K, V and their
+scales. `b64_c2k`: 64 sequences of 2048 tokens; `_q8`: of 8 query tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+
+import torch
+from torch import Tensor
+
+import vllm_kernels
+from benchmarks.harness import copies_for, machine, medians
+
+HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
+CASES = {  # sequences, tokens, query tokens
+    "cuda": {
+        "b1_c8k": (1, 8192, 1), "b8_c8k": (8, 8192, 1), "b64_c2k": (64, 2048, 1),
+        "b256_c4k": (256, 4096, 1), "b32_c4k_q8": (32, 4096, 8), "b8_c4k_q128": (8, 4096, 128),
+        "b4_c4k_q1024": (4, 4096, 1024),
+    },
+    "cpu": {
+        "b1_c4k": (1, 4096, 1), "b8_c4k": (8, 4096, 1), "b8_c2k_q4": (8, 2048, 4),
+        "b1_c1k_q256": (1, 1024, 256),
+    },
+}  # fmt: skip
+CANDIDATES = {
+    "e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int8, a scale a token": torch.int8,
+}
+
+
+def pool(shape: tuple[int, ...], layout: str, device: str, is_key: bool) -> Tensor:
+    """Random bytes as a cache of `layout`; `shape` is [blocks, tokens, heads, head_size]."""
+    blocks, tokens, heads, size = shape
+    sizes = {"NHD": shape, "HND": (blocks, heads, tokens, size)}
+    if layout == "vllm":
+        by_chunk = (blocks, heads, size // 16, tokens, 16)
+        sizes["vllm"] = by_chunk if is_key else (blocks, heads, size, tokens)
+    return torch.randint(-100, 100, sizes[layout], dtype=torch.int8, device=device)
+
+
+def measure(name: str, layout: str, device: str, seconds: float) -> None:
+    batch, context, queries = CASES[device][name]
+    pages = context // PAGE
+    blocks = batch * pages
+    token_bytes = 2 * KV_HEADS * HEAD_SIZE
+    copies = copies_for(device, batch * context * token_bytes)
+    options = {"device": device}
+    query = torch.randn(batch * queries, HEADS, HEAD_SIZE, **options).bfloat16()
+    out = torch.empty_like(query)
+    tables = torch.randperm(blocks, **options).view(batch, pages).int()
+    lens = torch.full((batch,), context, dtype=torch.int32, **options)
+    starts = torch.arange(batch + 1, dtype=torch.int32, **options) * queries
+    several = {"query_start_loc": starts, "max_query_len": queries} if queries > 1 else {}
+    shape = blocks, PAGE, KV_HEADS, HEAD_SIZE
+    keys, values = (
+        [pool(shape, layout, device, is_key) for _ in range(copies)] for is_key in (True, False)
+    )
+    scales = torch.rand(2, copies, blocks, KV_HEADS, PAGE, **options) / 32
+    one = torch.full((1,), 1 / 32, **options)
+
+    def call(i: int, candidate: str) -> Tensor:
+        given = {"k_scale": one, "v_scale": one}
+        if "token" in candidate:
+            given = {"k_token_scales": scales[0, i], "v_token_scales": scales[1, i]}
+        stored = CANDIDATES[candidate]
+        return vllm_kernels.paged_attention(
+            query, keys[i].view(stored), values[i].view(stored), tables, lens, layout=layout,
+            out=out, **given, **several,
+        )  # fmt: skip
+
+    runs = {candidate: functools.partial(call, candidate=candidate) for candidate in CANDIDATES}
+    times = medians(runs, device, copies, seconds)
+    for candidate in CANDIDATES:
+        of_scales = 2 * KV_HEADS * 4 if "token" in candidate else 0
+        total = batch * context * (token_bytes + of_scales)
+        print(
+            f"{name:<13} {layout:<5} {candidate:<22} {times[candidate] * 1e6:>9.1f} "
+            f"{total / 1e6:>8.1f} {total / times[candidate] * 1e-9:>6.0f} "
+            f"{times[candidate] / times['e4m3']:>6.3f} "
+            f"{times[candidate] / times['int8']:>6.3f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--layout", nargs="*", default=["vllm", "HND", "NHD"])
+    parser.add_argument("--cases", nargs="*", default=None)
+    parser.add_argument("--seconds", type=float, default=0.3, help="per figure")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    asked = parser.parse_args()
+    print(machine(asked.device))
+    print(f"{'case':<13} {'':<5} {'cache':<22} {'us':>9} {'MB':>8} {'GB/s':>6} /e4m3  /int8")
+    for name in asked.cases or CASES[asked.device]:
+        for layout in asked.layout:
+            measure(name, layout, asked.device, asked.seconds)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

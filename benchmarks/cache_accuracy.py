@@ -1,0 +1,106 @@
+"""Perplexity of the toy model with keys and values as caches of each dtype hold them.
+
+    python -m benchmarks.cache_accuracy [--texts 16]
+
+Windows of 256 tokens of held-out text, in float64 but for the rounding to the cache's elements.
+One scale is the largest magnitude of the layer's keys, or values, over all texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import vllm_kernels
+from tools.train_toy_model import encode, split_topics
+
+LENGTH = 256
+Stored = Callable[[Tensor, Tensor], Tensor]
+"""rows [..., tokens, head_size], the largest magnitude of the layer -> what the cache gives back"""
+
+
+def one_scale(dtype: torch.dtype) -> Stored:
+    largest = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
+
+    def stored(rows: Tensor, most: Tensor) -> Tensor:
+        quotient = rows * (largest / most)
+        rounded = quotient.float().to(dtype) if dtype.is_floating_point else quotient.round()
+        return rounded.to(rows.dtype) * (most / largest)
+
+    return stored
+
+
+def scale_a_token(levels: int) -> Stored:
+    """reference.reshape_and_cache_per_token_quant with -levels to levels."""
+
+    def stored(rows: Tensor, most: Tensor) -> Tensor:
+        scale = (rows.abs().amax(-1, keepdim=True) / levels).clamp_min(1e-30)
+        return (rows / scale).round() * scale
+
+    return stored
+
+
+def caches() -> Iterator[tuple[str, Stored | None]]:
+    yield "float64", None
+    yield "e4m3, one scale", one_scale(torch.float8_e4m3fn)
+    yield "e5m2, one scale", one_scale(torch.float8_e5m2)
+    yield "int8, one scale", one_scale(torch.int8)
+    yield "int8, a scale a token and head", scale_a_token(127)
+    yield "4 bits, a scale a token and head", scale_a_token(7)
+
+
+class CachedAttention:
+    """transformers' attention over keys and values from a cache."""
+
+    def __init__(self) -> None:
+        self.stored: Stored | None = None
+        self.most: dict[int, tuple[Tensor, Tensor]] = {}  # by layer; of float64's run
+        ALL_ATTENTION_FUNCTIONS["cached"] = self
+
+    def __call__(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object,
+        scaling: float, **_: object,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        layer = int(module.layer_idx)
+        here = key.abs().amax(), value.abs().amax()
+        before = self.most.setdefault(layer, here)
+        if self.stored is None:
+            self.most[layer] = torch.maximum(before[0], here[0]), torch.maximum(before[1], here[1])
+        else:
+            key, value = (self.stored(x, most) for x, most in zip((key, value), before))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--texts", type=int, default=16)
+    asked = parser.parse_args()
+    folder = Path(vllm_kernels.__file__).parent / "toy_model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    attention = CachedAttention()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float64").eval()
+    model.set_attn_implementation("cached")
+    tokens = encode(tokenizer, split_topics()[1])
+    texts = tokens[: asked.texts * LENGTH].view(-1, LENGTH)
+    print(f"{len(texts)} texts, {len(texts) * (LENGTH - 1)} tokens")
+    for name, stored in caches():
+        attention.stored = stored
+        nats = 0.0
+        for ids in texts:
+            logits = model(ids[None]).logits[0, :-1]
+            nats += torch.nn.functional.cross_entropy(logits, ids[1:]).item()
+        print(f"{name:36} {torch.tensor(nats / len(texts)).exp().item():8.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
