@@ -178,6 +178,57 @@ def test_eight_bit_cache(device):
     assert torch.equal(case["key_cache"].cpu().float(), caches[0].float())
 
 
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bits_are_those_of_the_writer(device, dtype, layout, stored):
+    """Bit by bit what reshape_and_cache stores, with any number of heads and head sizes."""
+    case = make_case(device, dtype, layout=layout, lens=[5, 0, 31], new=2)
+    for name in ("key_cache", "value_cache"):
+        rows = case[name].transpose(1, 2) if layout == "HND" else case[name]
+        if layout == "vllm" and name == "key_cache":  # 16 bytes are more elements
+            rows = rows.permute(0, 3, 1, 2, 4).flatten(-2)
+        elif layout == "vllm":
+            rows = rows.permute(0, 3, 1, 2)
+        eight = rows.nan_to_num(0.0).float().to(stored)
+        case[name] = to_layout(eight, layout, name == "key_cache")
+    caches = reference.attention_with_kvcache(**on_cpu(case))[1:]
+    vllm_kernels.attention_with_kvcache(**case)
+    for name, want in zip(("key_cache", "value_cache"), caches, strict=True):
+        assert torch.equal(case[name].cpu().view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("seqs, new", [(1024, 1), (1025, 1), (3, 20), (40, 30)])
+def test_few_and_many_new_tokens(device, seqs, new):
+    """On CUDA one launch writes up to 1024 tokens and computes the indices."""
+    lens = [(7 * seq) % 17 for seq in range(seqs)]
+    case = make_case(device, torch.bfloat16, new=new, lens=lens)
+    check(case)
+    assert case["key_cache"].isnan().any()
+
+
+def test_tokens_that_are_not_aligned(device):
+    """Slices that begin at no multiple of 16 bytes: of tokens, and of caches."""
+    case = make_case(device, torch.bfloat16, lens=[5, 0, 31])
+    for name in ("key", "value"):
+        wide = torch.zeros(3, 1, KV_HEADS, SIZE + 1, dtype=torch.bfloat16, device=device)
+        wide[..., 1:] = case[name]
+        check({**case, name: wide[..., 1:]})
+    for name in ("key_cache", "value_cache"):
+        cache = case[name]
+        memory = torch.zeros(cache.numel() + 1, dtype=cache.dtype, device=device)
+        memory[1:] = cache.flatten()
+        check({**case, name: memory[1:].view(cache.shape)})
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_of_two_tokens_with_one_slot_the_last_is_stored(device, layout, new):
+    case = make_case(device, torch.bfloat16, layout=layout, lens=[5, 9, 5, 2], new=new)
+    case["block_tables"][2] = case["block_tables"][0]
+    check(case)
+    row = case["block_tables"][2, 0]
+    if layout == "NHD":
+        assert torch.equal(case["key_cache"][row, 5], case["key"][2, 0])
+
+
 def test_strided_tokens_and_interleaved_caches(device):
     """Slices of one QKV product; K and V as halves of one buffer."""
     case = make_case(device, torch.bfloat16, lens=[5, 0, 31])

@@ -155,6 +155,7 @@ ReshapeAndCacheParams pack_write(const Expect& expect, const NewTokens& tokens,
           .value_token_stride = tokens.value.stride(0),
           .value_head_stride = tokens.value.stride(1),
           .kv = caches.kv,
+          .slot_mapping = nullptr,
           .num_tokens = num_seqs * tokens.each,
           .dtype = tokens.key.dtype(),
           .op = expect.op()};
