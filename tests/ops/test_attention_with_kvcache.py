@@ -135,6 +135,31 @@ def test_ragged_queries_and_cumulative_lengths(device, dtype):
     assert torch.equal(by_lens, by_ends)
 
 
+def test_cumulative_lengths_of_long_and_short_queries(device, layout):
+    """On CUDA the kernels take the differences: prefill, decode beside it, and decode alone."""
+    counts = [30] * 60 + [1] * 40 + [0, 3]
+    lens = [count + (7 * seq) % 30 for seq, count in enumerate(counts)]
+    case = make_case(device, torch.bfloat16, layout=layout, lens=lens, new=0)
+    starts, ends = (ints([0, *numbers], device).cumsum(0).int() for numbers in (counts, lens))
+    case["query"] = torch.randn(sum(counts), HEADS, SIZE).to(device, torch.bfloat16)
+    case.update(query_start_loc=starts, max_query_len=30)
+    for options in ({}, {"causal": False}, {"sliding_window": 9}, {"softcap": 3.0}):
+        by_ends = check(case, seq_lens=ends, cumulative=True, **options)
+        assert torch.equal(by_ends, check(case, **options))
+    short = {"query": case["query"][-43:], "query_start_loc": starts[60:] - starts[60]}
+    short |= {"block_tables": case["block_tables"][60:], "max_query_len": 3}
+    by_ends = check(case, **short, seq_lens=ends[60:] + 5, cumulative=True)
+    assert torch.equal(by_ends, check(case, **short, seq_lens=case["seq_lens"][60:]))
+
+
+def test_cumulative_lengths_of_another_number_are_refused(device):
+    case = make_case(device, torch.float32, lens=[5, 31], new=0)
+    case.update(query=case["query"][:, 0], seq_lens=ints([0, 5, 36], device), cumulative=True)
+    message = r"seq_lens: expected num_seqs \+ 1 = 4 \(from query_start_loc\) at dimension 0, got"
+    with raises(rf"^attention_with_kvcache: {message} shape \[3\]$"):
+        vllm_kernels.attention_with_kvcache(**case, query_start_loc=ints([0, 1, 1, 2], device))
+
+
 def test_padded_rows_store_nothing(device):
     """A length below 0, a table without a page for the first new token, a full table (CUDA)."""
     lens = [-1, 20, 20, -5] if device == "cpu" else [-1, 20, 64, -5]

@@ -2,7 +2,7 @@
 // num_heads, head_size] over a cache, behind whose tokens it puts new ones -> a new tensor like
 // query. Three launches: the indices of ops/attention_with_kvcache.h, reshape_and_cache's writer
 // and paged_attention's kernel. CUDA has the first two in one for few new tokens. Where nothing is
-// appended and every index is given, there is the last one alone.
+// appended and every index is given, cumulative or not, there is the last one alone.
 #include "ops/attention_with_kvcache.h"
 
 #include <bit>
@@ -215,7 +215,7 @@ torch::stable::Tensor attention_with_kvcache(
   Queries queries;
   read_tokens(expect, queries, x, result, caches.sizes.head_size, folded);
 
-  const Argument lengths = expect.tensor("seq_lens", seq_lens).int32().rank(1, 1).contiguous();
+  Argument lengths = expect.tensor("seq_lens", seq_lens).int32().rank(1, 1).contiguous();
   const int64_t num_seqs = lengths.size(0) - (cumulative ? 1 : 0);
   if (num_seqs < 0) lengths.fail("expected num_seqs + 1 elements, got shape [0]");
   if (even && x.size(0) != num_seqs) {
@@ -242,7 +242,9 @@ torch::stable::Tensor attention_with_kvcache(
   KvcacheAppendParams append{};
   if (tokens.each > 0) append.write = pack_write(expect, tokens, caches, num_seqs);
   const bool at_once = is_one_launch(append.write);
-  if (kOnCpu || check_mode() || key || !pages || cumulative || query_len != 1) {
+  const bool computes = kOnCpu || check_mode() || key || !pages || query_len != 1;
+  params.has_cumulative_lens = cumulative && query_start_loc && !computes;
+  if (computes || (cumulative && !query_start_loc)) {
     append.indices =
         read_lengths(expect, lengths, cumulative, caches, pages, query_len, tokens.each);
     made = make_indices(append.indices, query, query_start_loc.has_value(),
@@ -252,6 +254,10 @@ torch::stable::Tensor attention_with_kvcache(
   const Tensor* starts = made.query_starts ? &*made.query_starts : or_null(query_start_loc);
   const int64_t longest = even ? query_len : max_query_len > 0 ? max_query_len : queries.num_tokens;
   read_query_start_loc(expect, params, queries, starts, starts == nullptr ? 1 : longest, read);
+  if (cumulative) {
+    Size ends("num_seqs + 1", queries.num_seqs + 1, queries.num_seqs.source);
+    lengths.shape({&ends});
+  }
   read_pages(expect, params, made.tables ? *made.tables : *block_tables,
              made.seq_lens ? *made.seq_lens : seq_lens, queries.num_seqs, read);
   read.add(queries.query, lengths);
