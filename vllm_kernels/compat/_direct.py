@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, is_grad_enabled
+from torch._C import DisableTorchFunction
 from torch.compiler import is_dynamo_compiling
 
-from ..ops._common import entry_points, may_skip_modes, modes_are_on, without_modes
+from ..ops._common import entry_points, may_skip_modes, modes_are_on
 
 _, _with_kvcache = entry_points("attention_with_kvcache")
 _, _varlen = entry_points("varlen_attention", "result")
@@ -55,7 +56,11 @@ def with_kvcache(
     lengths [batch] int32; cumulative: [batch + 1], and the differences count.
     """
     if modes_are_on() and may_skip_modes():
-        return without_modes(with_kvcache, locals())
+        with DisableTorchFunction():  # by position: 0.5 us less than by name
+            return with_kvcache(
+                q, k_cache, v_cache, k, v, lengths, table, scale, causal, window, softcap, sinks,
+                cu_seqlens_q, max_seqlen_q, cumulative,
+            )  # fmt: skip
     try:
         if not _may_be_direct(q, k_cache, v_cache, k, v, sinks):
             return None
@@ -87,7 +92,11 @@ def varlen(
     """:func:`vllm_kernels.varlen_attention`, or None. Tokens that no sequence owns may give
     anything."""
     if modes_are_on() and may_skip_modes():
-        return without_modes(varlen, locals())
+        with DisableTorchFunction():
+            return varlen(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, scale, causal, window, softcap,
+                sinks,
+            )  # fmt: skip
     try:
         if not _may_be_direct(q, k, v, sinks):
             return None
