@@ -140,6 +140,7 @@ def ops(device: str) -> Calls:
         entry_points("varlen_attention", "result"),
     )
     rows, new = query[:, None], token[:, None]
+    nobody = query[:0], *caches[0], table[:0], lens[:0]
 
     def attend(key: Tensor, value: Tensor) -> Tensor:
         return decode(query, key, value, table, lens, None, "NHD", 0, 0.0)
@@ -153,11 +154,12 @@ def ops(device: str) -> Calls:
 
     return {
         "paged_attention.result": lambda: attend(*caches[0]),
+        "the same, no sequences: no launch": lambda: decode(*nobody, None, "NHD", 0, 0.0),
         f"the same, {LAYERS} caches in turn": attend_to(LAYERS),
         f"the same, {MANY} caches in turn": attend_to(MANY),
         "attention_with_kvcache": lambda: append(None),
-        "the same, k and v": lambda: append(new),
-        "the same, cumulative lengths": lambda: kvcache(
+        "attention_with_kvcache, k and v": lambda: append(new),
+        "attention_with_kvcache, cumulative lengths": lambda: kvcache(
             query, *caches[0], starts, table, None, None, starts, 1, None, 0, 0, 0.0, None, True
         ),
         "varlen_attention.result": lambda: varlen(query, token, token, starts, starts, 1),
