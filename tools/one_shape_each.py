@@ -553,7 +553,8 @@ def decode_steps() -> None:
 
 
 def appended_tokens() -> None:
-    """attention_with_kvcache: the kernel of its indices, for pages and for rows."""
+    """attention_with_kvcache, for pages and for rows: the kernel that appends and computes the
+    indices, and that of the indices alone, which also serves tokens that are not aligned."""
     lens = torch.tensor([300, 0, -1, 33], dtype=torch.int32, device=CUDA)
     tables = torch.randperm(4 * 20, device=CUDA).view(4, 20).int()
     for dtype in DTYPES:
@@ -564,6 +565,20 @@ def appended_tokens() -> None:
                 for new in (None, query[:, :, :2]):
                     vllm_kernels.attention_with_kvcache(
                         query, *caches, lens, block_tables=table, key=new, value=new
+                    )
+            starts = count * torch.arange(5, dtype=torch.int32, device=CUDA)
+            vllm_kernels.attention_with_kvcache(
+                query.flatten(0, 1), *pages, 70 * starts, block_tables=tables, cumulative=True,
+                query_start_loc=starts, max_query_len=count,
+            )  # fmt: skip
+            odd = torch.randn(4, count, 2, 65, device=CUDA).to(dtype)[..., 1:]
+            wide = 16 // dtype.itemsize
+            packed = pages[0].view(80, 2, -1, 16, wide), pages[1].view(80, 2, 64, 16)
+            eight = pages.to(torch.float8_e4m3fn)
+            for caches, layout in ((packed, "vllm"), (eight, "NHD"), (pages, "NHD")):
+                for new in (query[:, :, :2], odd):
+                    vllm_kernels.attention_with_kvcache(
+                        query, *caches, lens, block_tables=tables, key=new, value=new, layout=layout
                     )
 
 

@@ -72,6 +72,9 @@ void launch_paged_attention(const PagedAttentionParams& params, void* workspace,
                             Stream stream);
 void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
 void launch(const KvcacheIndicesParams& params, Stream stream);
+// Only where may_append(). Otherwise: the indices, then the writer of reshape_and_cache.
+void launch(const KvcacheAppendParams& params, Stream stream);
+bool may_append(const ReshapeAndCacheParams& write);
 void launch(const PageListParams& params, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
 void launch(const CombineAttnPartialsParams& params, Stream stream);

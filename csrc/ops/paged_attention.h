@@ -77,6 +77,8 @@ struct PagedAttentionParams {
   // CUDA: the caller promises that pages, tables, lengths and starts are written. They are read
   // once, maybe before the primary kernel ends.
   bool kv_ready = false;
+  // CUDA, with query_start_loc: seq_lens is [num_seqs + 1], and its differences are the lengths.
+  bool has_cumulative_lens = false;
   // Not null: no pages. Token t of a sequence is row key_start_loc[seq] + t of keys and values.
   // `kv` describes these as one block in layout NHD. varlen_attention: max_seq_len is the number of
   // its rows; seq_lens and block_tables are null. With seq_lens (CUDA: gathered pages) these have
@@ -130,9 +132,15 @@ VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_length(const PagedAttentio
   if (length > p.max_seq_len) length = p.max_seq_len;
   return length < 0 ? 0 : static_cast<int32_t>(length);
 }
+// The difference of cumulative lengths. It wraps around, so that any numbers have one.
+VLLM_KERNELS_HOST_DEVICE static inline int32_t length_between(int32_t start, int32_t end) {
+  return static_cast<int32_t>(static_cast<uint32_t>(end) - static_cast<uint32_t>(start));
+}
 VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_seq_len(const PagedAttentionParams& p,
                                                               int32_t seq) {
-  return usable_length(p, p.seq_lens[seq]);
+  const int32_t first = p.seq_lens[seq];
+  return usable_length(p,
+                       p.has_cumulative_lens ? length_between(first, p.seq_lens[seq + 1]) : first);
 }
 
 // A sequence's keys: `first` is a row of contiguous keys, 0 of pages.

@@ -12,7 +12,7 @@ from vllm_kernels.engine.op_counter import OpCounter
 
 BF16 = torch.bfloat16
 ONE = {"vllm_kernels::attention_with_kvcache": 1}
-VARLEN = {"aten::empty_like": 1, "vllm_kernels::varlen_attention": 1}
+VARLEN = {"vllm_kernels::varlen_attention": 1}
 
 
 def calls(fa, device: str) -> list[tuple[dict[str, int], object]]:

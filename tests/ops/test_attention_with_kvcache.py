@@ -135,6 +135,31 @@ def test_ragged_queries_and_cumulative_lengths(device, dtype):
     assert torch.equal(by_lens, by_ends)
 
 
+def test_cumulative_lengths_of_long_and_short_queries(device, layout):
+    """On CUDA the kernels take the differences: prefill, decode beside it, and decode alone."""
+    counts = [30] * 60 + [1] * 40 + [0, 3]
+    lens = [count + (7 * seq) % 30 for seq, count in enumerate(counts)]
+    case = make_case(device, torch.bfloat16, layout=layout, lens=lens, new=0)
+    starts, ends = (ints([0, *numbers], device).cumsum(0).int() for numbers in (counts, lens))
+    case["query"] = torch.randn(sum(counts), HEADS, SIZE).to(device, torch.bfloat16)
+    case.update(query_start_loc=starts, max_query_len=30)
+    for options in ({}, {"causal": False}, {"sliding_window": 9}, {"softcap": 3.0}):
+        by_ends = check(case, seq_lens=ends, cumulative=True, **options)
+        assert torch.equal(by_ends, check(case, **options))
+    short = {"query": case["query"][-43:], "query_start_loc": starts[60:] - starts[60]}
+    short |= {"block_tables": case["block_tables"][60:], "max_query_len": 3}
+    by_ends = check(case, **short, seq_lens=ends[60:] + 5, cumulative=True)
+    assert torch.equal(by_ends, check(case, **short, seq_lens=case["seq_lens"][60:]))
+
+
+def test_cumulative_lengths_of_another_number_are_refused(device):
+    case = make_case(device, torch.float32, lens=[5, 31], new=0)
+    case.update(query=case["query"][:, 0], seq_lens=ints([0, 5, 36], device), cumulative=True)
+    message = r"seq_lens: expected num_seqs \+ 1 = 4 \(from query_start_loc\) at dimension 0, got"
+    with raises(rf"^attention_with_kvcache: {message} shape \[3\]$"):
+        vllm_kernels.attention_with_kvcache(**case, query_start_loc=ints([0, 1, 1, 2], device))
+
+
 def test_padded_rows_store_nothing(device):
     """A length below 0, a table without a page for the first new token, a full table (CUDA)."""
     lens = [-1, 20, 20, -5] if device == "cpu" else [-1, 20, 64, -5]
@@ -176,6 +201,57 @@ def test_eight_bit_cache(device):
     out = vllm_kernels.attention_with_kvcache(**case)
     torch.testing.assert_close(out.double().cpu(), want, rtol=3e-2, atol=3e-2)
     assert torch.equal(case["key_cache"].cpu().float(), caches[0].float())
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bits_are_those_of_the_writer(device, dtype, layout, stored):
+    """Bit by bit what reshape_and_cache stores, with any number of heads and head sizes."""
+    case = make_case(device, dtype, layout=layout, lens=[5, 0, 31], new=2)
+    for name in ("key_cache", "value_cache"):
+        rows = case[name].transpose(1, 2) if layout == "HND" else case[name]
+        if layout == "vllm" and name == "key_cache":  # 16 bytes are more elements
+            rows = rows.permute(0, 3, 1, 2, 4).flatten(-2)
+        elif layout == "vllm":
+            rows = rows.permute(0, 3, 1, 2)
+        eight = rows.nan_to_num(0.0).float().to(stored)
+        case[name] = to_layout(eight, layout, name == "key_cache")
+    caches = reference.attention_with_kvcache(**on_cpu(case))[1:]
+    vllm_kernels.attention_with_kvcache(**case)
+    for name, want in zip(("key_cache", "value_cache"), caches, strict=True):
+        assert torch.equal(case[name].cpu().view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("seqs, new", [(1024, 1), (1025, 1), (3, 20), (40, 30)])
+def test_few_and_many_new_tokens(device, seqs, new):
+    """On CUDA one launch writes up to 1024 tokens and computes the indices."""
+    lens = [(7 * seq) % 17 for seq in range(seqs)]
+    case = make_case(device, torch.bfloat16, new=new, lens=lens)
+    check(case)
+    assert case["key_cache"].isnan().any()
+
+
+def test_tokens_that_are_not_aligned(device):
+    """Slices that begin at no multiple of 16 bytes: of tokens, and of caches."""
+    case = make_case(device, torch.bfloat16, lens=[5, 0, 31])
+    for name in ("key", "value"):
+        wide = torch.zeros(3, 1, KV_HEADS, SIZE + 1, dtype=torch.bfloat16, device=device)
+        wide[..., 1:] = case[name]
+        check({**case, name: wide[..., 1:]})
+    for name in ("key_cache", "value_cache"):
+        cache = case[name]
+        memory = torch.zeros(cache.numel() + 1, dtype=cache.dtype, device=device)
+        memory[1:] = cache.flatten()
+        check({**case, name: memory[1:].view(cache.shape)})
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_of_two_tokens_with_one_slot_the_last_is_stored(device, layout, new):
+    case = make_case(device, torch.bfloat16, layout=layout, lens=[5, 9, 5, 2], new=new)
+    case["block_tables"][2] = case["block_tables"][0]
+    check(case)
+    row = case["block_tables"][2, 0]
+    if layout == "NHD":
+        assert torch.equal(case["key_cache"][row, 5], case["key"][2, 0])
 
 
 def test_strided_tokens_and_interleaved_caches(device):

@@ -395,6 +395,30 @@ def test_opcheck_and_compile(device):
     assert torch.equal(compiled()[1][rows], lse[rows])
 
 
+def test_the_op_that_makes_its_result(device, dtype):
+    """It gives what the general op gives, by default and with options."""
+    case = make(device, dtype, [3, 4], [5, 40], sinks=per_head(8, -1, 1))
+    op = torch.ops.vllm_kernels.varlen_attention.result
+    sinks, rows = case.options["sinks"], case.owned()
+    query, key = torch.randn(7, 8, 64), torch.randn(7, 2, 64)  # every token has an owner
+    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+    plain = [x.to(device) for x in (query.to(dtype), key.to(dtype), key.to(dtype), starts, starts)]
+    torch.library.opcheck(op, (*plain, 4, 0.125, -1, 0, 0.0, sinks))
+    for given, options in (
+        ((), {}),
+        (
+            (0.25, 3, 0, 2.0, sinks),
+            {"scale": 0.25, "window": (3, 0), "softcap": 2.0, "sinks": sinks},
+        ),
+        ((None, -1, 2), {"causal": False, "window": (-1, 2)}),
+    ):
+        want = vllm_kernels.varlen_attention(*case.tensors(), max_query_len=4, **options)
+        got = op(*case.tensors(), 4, *given)
+        assert got.is_contiguous() and torch.equal(got[rows], want[rows])
+    with raises(r"^varlen_attention: query: expected 3 dimensions, got shape \[8, 64\]$"):
+        op(case.query[0], *case.tensors()[1:], 4)
+
+
 def test_replayed_graph(device):
     """Other lengths than those of the capture, and tokens of nobody."""
     if device != "cuda":

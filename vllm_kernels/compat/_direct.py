@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, contiguous_format, empty_like, is_grad_enabled
+from torch import Tensor, is_grad_enabled
+from torch._C import DisableTorchFunction
 from torch.compiler import is_dynamo_compiling
 
-from ..ops._common import entry_points, may_skip_modes, modes_are_on, without_modes
+from ..ops._common import entry_points, may_skip_modes, modes_are_on
 
 _, _with_kvcache = entry_points("attention_with_kvcache")
-_, _varlen = entry_points("varlen_attention")
+_, _varlen = entry_points("varlen_attention", "result")
 
 Window = Any  # (left, right) of ints or None; -1: all
 
@@ -55,7 +56,11 @@ def with_kvcache(
     lengths [batch] int32; cumulative: [batch + 1], and the differences count.
     """
     if modes_are_on() and may_skip_modes():
-        return without_modes(with_kvcache, locals())
+        with DisableTorchFunction():  # by position: 0.5 us less than by name
+            return with_kvcache(
+                q, k_cache, v_cache, k, v, lengths, table, scale, causal, window, softcap, sinks,
+                cu_seqlens_q, max_seqlen_q, cumulative,
+            )  # fmt: skip
     try:
         if not _may_be_direct(q, k_cache, v_cache, k, v, sinks):
             return None
@@ -84,20 +89,24 @@ def varlen(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor | None:
-    """:func:`vllm_kernels.varlen_attention`, or None."""
+    """:func:`vllm_kernels.varlen_attention`, or None. Tokens that no sequence owns may give
+    anything."""
     if modes_are_on() and may_skip_modes():
-        return without_modes(varlen, locals())
+        with DisableTorchFunction():
+            return varlen(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, scale, causal, window, softcap,
+                sinks,
+            )  # fmt: skip
     try:
         if not _may_be_direct(q, k, v, sinks):
             return None
         left, right = window
-        out = empty_like(q, memory_format=contiguous_format)
-        _varlen(
-            out, None, q, k, v, cu_seqlens_q, cu_seqlens_k,
-            q.shape[-1] ** -0.5 if scale is None else scale, None, left if left >= 0 else -1,
-            0 if causal else right if right >= 0 else -1, softcap,
-            None if sinks is None else sinks.float(), None, None, max_seqlen_q,
+        more: tuple[object, ...] = ()  # every argument costs 0.1 us
+        if softcap or sinks is not None:
+            more = (softcap, None if sinks is None else sinks.float())
+        return _varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, scale, left if left >= 0 else -1,
+            0 if causal else right if right >= 0 else -1, *more,
         )  # fmt: skip
-    except (RuntimeError, TypeError, ValueError, ZeroDivisionError):
+    except (RuntimeError, TypeError, ValueError):
         return None
-    return out

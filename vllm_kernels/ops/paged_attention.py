@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C import DisableTorchFunction
 from torch.compiler import is_dynamo_compiling
 
 from .. import _C
@@ -278,6 +279,29 @@ def paged_attention(
         >>> torch.equal(out, csr)
         True
     """
+    if (
+        out is None and query_start_loc is None and max_query_len is None and not return_lse
+        and alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
+        and workspace is None and causal and not (fixed_split_size or kv_ready)
+        and kv_indptr is None and k_token_scales is None and v_token_scales is None
+        and not is_dynamo_compiling()
+    ):  # fmt: skip
+        try:  # fewer arguments, and an op that makes its result: 3 us less
+            if not modes_are_on():
+                if is_grad_enabled():
+                    inference_only("paged_attention", query, key_cache, value_cache)
+                return _result(
+                    query, key_cache, value_cache, block_tables, seq_lens, scale, layout,
+                    sliding_window, softcap,
+                )  # fmt: skip
+            if not is_grad_enabled() and may_skip_modes():  # 1 us less than without_modes()
+                with DisableTorchFunction():
+                    return _result(
+                        query, key_cache, value_cache, block_tables, seq_lens, scale, layout,
+                        sliding_window, softcap,
+                    )  # fmt: skip
+        except (RuntimeError, TypeError, IndexError):
+            pass  # the general call has the error's text
     if modes_are_on() and may_skip_modes():
         return without_modes(paged_attention, locals())
     if is_grad_enabled():
@@ -286,18 +310,6 @@ def paged_attention(
             out, query, key_cache, value_cache, alibi_slopes, sinks, k_scale, v_scale,
             k_token_scales, v_token_scales,
         )  # fmt: skip
-    if (
-        out is None and query_start_loc is None and max_query_len is None and not return_lse
-        and alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
-        and workspace is None and causal and not (fixed_split_size or kv_ready)
-        and kv_indptr is None and k_token_scales is None and v_token_scales is None
-        and not is_dynamo_compiling()
-    ):  # fmt: skip
-        plain = query, key_cache, value_cache, block_tables, seq_lens, scale, layout
-        try:  # fewer arguments, and an op that makes its result: 3 us less
-            return _result(*plain, sliding_window, softcap)
-        except (RuntimeError, TypeError, IndexError):
-            pass  # the general call has the error's text
     if not isinstance(query, Tensor):
         raise refused("paged_attention", TypeError(), {"query": query})
     last: tuple[object, ...] = ()  # arguments that most calls do not need

@@ -80,7 +80,8 @@ void* read_workspace(Expect& expect, const std::optional<Tensor>& workspace, Arg
 
 // Sets block_tables [num_seqs, max_blocks_per_seq] and seq_lens [num_seqs], both int32, and
 // max_seq_len, cut to what block_tables has. Called last: it reads values, by the kv,
-// query_start_loc and sliding_window of `params`.
+// query_start_loc and sliding_window of `params`. seq_lens may have more elements, where
+// `params` has cumulative lengths.
 void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& block_tables,
                 const Tensor& seq_lens, Size& num_seqs, Arguments& read,
                 int64_t max_seq_len = INT64_MAX);

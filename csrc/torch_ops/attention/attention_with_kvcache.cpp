@@ -1,11 +1,11 @@
 // Binding of attention_with_kvcache: query [batch, length, num_heads, head_size] or [num_tokens,
 // num_heads, head_size] over a cache, behind whose tokens it puts new ones -> a new tensor like
 // query. Three launches: the indices of ops/attention_with_kvcache.h, reshape_and_cache's writer
-// and paged_attention's kernel. Where nothing is appended and every index is given, the last one
-// alone.
+// and paged_attention's kernel. CUDA has the first two in one for few new tokens. Where nothing is
+// appended and every index is given, cumulative or not, there is the last one alone.
 #include "ops/attention_with_kvcache.h"
 
-#include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "ops/reshape_and_cache.h"
@@ -86,8 +86,9 @@ void read_new_tokens(Expect& expect, NewTokens& tokens, const Argument& query, c
   caches.value.written();
 }
 
-// Makes the indices that `p` lacks, and computes them.
-Indices make_indices(KvcacheIndicesParams& p, const Tensor& query, bool has_query_starts) {
+// Makes memory for the indices that `p` lacks.
+Indices make_indices(KvcacheIndicesParams& p, const Tensor& query, bool has_query_starts,
+                     bool needs_slots) {
   Indices made;
   const auto memory = [&](std::optional<Tensor>& tensor, std::initializer_list<int64_t> sizes,
                           int32_t dtype) {
@@ -104,11 +105,10 @@ Indices make_indices(KvcacheIndicesParams& p, const Tensor& query, bool has_quer
     p.tables =
         static_cast<int32_t*>(memory(made.tables, {p.num_seqs, p.max_blocks_per_seq}, int32));
   }
-  if (p.new_tokens > 0) {
+  if (needs_slots) {
     p.slots = static_cast<int64_t*>(
         memory(made.slots, {int64_t{p.num_seqs} * p.new_tokens}, aoti_torch_dtype_int64()));
   }
-  launch(p, query);
   return made;
 }
 
@@ -125,11 +125,11 @@ KvcacheIndicesParams read_lengths(Expect& expect, const Argument& lengths, bool 
   }
   p.row_blocks = caches.row_blocks;
   p.max_blocks_per_seq = int32_size(caches.key, "max_blocks_per_seq", caches.max_blocks);
-  p.block_size = caches.kv.block_size;
+  p.block_shift = std::countr_zero(static_cast<uint64_t>(caches.kv.block_size));
   p.num_seqs = int32_size(lengths, "num_seqs", lengths.size(0) - (cumulative ? 1 : 0));
   p.query_len = clamped_int32(query_len);
   p.new_tokens = clamped_int32(new_tokens);
-  const int64_t capacity = caches.max_blocks * p.block_size;
+  const int64_t capacity = caches.max_blocks * caches.kv.block_size;
   if (cumulative) {
     check_index(expect, lengths,
                 {.noun = "not before the one before, nor more tokens past it than the cache holds,",
@@ -145,11 +145,9 @@ KvcacheIndicesParams read_lengths(Expect& expect, const Argument& lengths, bool 
   return p;
 }
 
-ReshapeAndCacheParams pack_write(Expect& expect, const NewTokens& tokens, const Caches& caches,
-                                 const Tensor& slots) {
-  const Argument to = expect.tensor("slots", slots);
-  const int64_t num_slots = count_slots(caches.key, caches.kv.num_blocks, caches.kv.block_size);
-  check_slots(expect, to, num_slots);
+// The writing of the new tokens, without their slots.
+ReshapeAndCacheParams pack_write(const Expect& expect, const NewTokens& tokens,
+                                 const Caches& caches, int64_t num_seqs) {
   return {.key = tokens.key.data(),
           .value = tokens.value.data(),
           .key_token_stride = tokens.key.stride(0),
@@ -157,10 +155,32 @@ ReshapeAndCacheParams pack_write(Expect& expect, const NewTokens& tokens, const 
           .value_token_stride = tokens.value.stride(0),
           .value_head_stride = tokens.value.stride(1),
           .kv = caches.kv,
-          .slot_mapping = to.as<const int64_t>(),
-          .num_tokens = to.numel(),
+          .slot_mapping = nullptr,
+          .num_tokens = num_seqs * tokens.each,
           .dtype = tokens.key.dtype(),
           .op = expect.op()};
+}
+
+// Whether one launch computes indices and writes.
+bool is_one_launch([[maybe_unused]] const ReshapeAndCacheParams& write) {
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+  return !check_mode() && cuda::may_append(write);
+#else
+  return false;
+#endif
+}
+
+// Writes the new tokens. `slots`: null where the same launch computes all indices.
+void write_tokens(Expect& expect, KvcacheAppendParams& append, const Caches& caches,
+                  const Tensor* slots, const Tensor& query) {
+  const int64_t num_slots = count_slots(caches.key, caches.kv.num_blocks, caches.kv.block_size);
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+  if (slots == nullptr) return launch(append, query);
+#endif
+  const Argument to = expect.tensor("slots", *slots);
+  check_slots(expect, to, num_slots);
+  append.write.slot_mapping = to.as<const int64_t>();
+  launch(append.write, query);
 }
 
 // Query and result as tokens [num_tokens, num_heads, head_size].
@@ -195,7 +215,7 @@ torch::stable::Tensor attention_with_kvcache(
   Queries queries;
   read_tokens(expect, queries, x, result, caches.sizes.head_size, folded);
 
-  const Argument lengths = expect.tensor("seq_lens", seq_lens).int32().rank(1, 1).contiguous();
+  Argument lengths = expect.tensor("seq_lens", seq_lens).int32().rank(1, 1).contiguous();
   const int64_t num_seqs = lengths.size(0) - (cumulative ? 1 : 0);
   if (num_seqs < 0) lengths.fail("expected num_seqs + 1 elements, got shape [0]");
   if (even && x.size(0) != num_seqs) {
@@ -219,14 +239,25 @@ torch::stable::Tensor attention_with_kvcache(
   params.window_right = right_window(expect, window_right);
 
   Indices made;
-  if (kOnCpu || check_mode() || key || !pages || cumulative || query_len != 1) {
-    KvcacheIndicesParams indices =
+  KvcacheAppendParams append{};
+  if (tokens.each > 0) append.write = pack_write(expect, tokens, caches, num_seqs);
+  const bool at_once = is_one_launch(append.write);
+  const bool computes = kOnCpu || check_mode() || key || !pages || query_len != 1;
+  params.has_cumulative_lens = cumulative && query_start_loc && !computes;
+  if (computes || (cumulative && !query_start_loc)) {
+    append.indices =
         read_lengths(expect, lengths, cumulative, caches, pages, query_len, tokens.each);
-    made = make_indices(indices, query, query_start_loc.has_value());
+    made = make_indices(append.indices, query, query_start_loc.has_value(),
+                        tokens.each > 0 && !at_once);
+    if (!at_once) launch(append.indices, query);
   }
   const Tensor* starts = made.query_starts ? &*made.query_starts : or_null(query_start_loc);
   const int64_t longest = even ? query_len : max_query_len > 0 ? max_query_len : queries.num_tokens;
   read_query_start_loc(expect, params, queries, starts, starts == nullptr ? 1 : longest, read);
+  if (cumulative) {
+    Size ends("num_seqs + 1", queries.num_seqs + 1, queries.num_seqs.source);
+    lengths.shape({&ends});
+  }
   read_pages(expect, params, made.tables ? *made.tables : *block_tables,
              made.seq_lens ? *made.seq_lens : seq_lens, queries.num_seqs, read);
   read.add(queries.query, lengths);
@@ -235,8 +266,8 @@ torch::stable::Tensor attention_with_kvcache(
     written.add(caches.value, caches.key);
     expect.apart(written, read);
   }
-  if (num_seqs > 0 && tokens.each > 0) {
-    launch(pack_write(expect, tokens, caches, *made.slots), query);
+  if (append.write.num_tokens > 0) {
+    write_tokens(expect, append, caches, or_null(made.slots), query);
   }
   if (num_seqs > 0 && queries.num_tokens > 0) {
     set_queries(params, queries);

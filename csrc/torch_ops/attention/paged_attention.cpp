@@ -285,7 +285,11 @@ void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& bloc
                               .int32()
                               .shape({&num_seqs, &max_blocks})
                               .inner_contiguous();
-  const Argument lens = expect.tensor("seq_lens", seq_lens).int32().shape({&num_seqs}).contiguous();
+  Size ends("num_seqs + 1", num_seqs + 1, num_seqs.source);
+  const Argument lens = expect.tensor("seq_lens", seq_lens)
+                            .int32()
+                            .shape({params.has_cumulative_lens ? &ends : &num_seqs})
+                            .contiguous();
   params.max_blocks_per_seq = int32_size(tables, "max_blocks_per_seq", max_blocks);
   const int64_t table_tokens = max_blocks * params.kv.block_size;
   params.block_tables = tables.as<const int32_t>();

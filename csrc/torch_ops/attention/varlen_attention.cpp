@@ -1,7 +1,10 @@
 // Binding of varlen_attention: query [num_tokens, num_heads, head_size] over contiguous key and
 // value [num_keys, num_kv_heads, head_size], without pages. It fills PagedAttentionParams with
 // key_start_loc, and launches as paged_attention does. attention_arguments.h has the shared checks.
+#include <cmath>
+
 #include "torch_ops/attention/attention_arguments.h"
+#include "torch_ops/base/allocate.h"
 #include "torch_ops/base/device.h"
 #include "torch_ops/base/index_check.h"
 #include "torch_ops/cache/paged_kv.h"
@@ -64,9 +67,26 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
   launch_paged_attention(params, query, scratch);
 }
 
+// A new tensor for the result, and the arguments that flash_attn's callers give. Tokens that no
+// sequence owns may give anything.
+torch::stable::Tensor varlen_attention_result(const Tensor& query, const Tensor& key,
+                                              const Tensor& value, const Tensor& query_start_loc,
+                                              const Tensor& key_start_loc, int64_t max_query_len,
+                                              std::optional<double> scale, int64_t window_left,
+                                              int64_t window_right, double softcap,
+                                              const std::optional<Tensor>& sinks) {
+  const Argument x = Expect("varlen_attention").tensor("query", query).rank(3, 3);
+  Tensor out = empty(x.sizes(), x.scalar_type(), query);
+  const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
+  varlen_attention(out, {}, query, key, value, query_start_loc, key_start_loc, factor, {},
+                   window_left, window_right, softcap, sinks, {}, {}, max_query_len, {});
+  return torch::stable::Tensor(out.release());
+}
+
 }  // namespace
 }  // namespace vllm_kernels
 
 VLLM_KERNELS_IMPL(library) {
   library.impl("varlen_attention", TORCH_BOX(&vllm_kernels::varlen_attention));
+  library.impl("varlen_attention.result", TORCH_BOX(&vllm_kernels::varlen_attention_result));
 }

@@ -1,4 +1,4 @@
-// Tensors that a binding makes: the results of two ops whose Python call must be cheap, indices
+// Tensors that a binding makes: the results of three ops whose Python call must be cheap, indices
 // between kernels, and scratch. Every other result belongs to the caller.
 #pragma once
 #include <span>

@@ -6,6 +6,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <optional>
+
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 #include "cuda/base/index_check.h"
 #include "cuda/launchers.h"
@@ -31,8 +33,11 @@ inline cuda::Stream current_stream(int32_t device) {
 // Calls `run` with the current stream of the tensor's device, which it makes the current device.
 template <typename OnDevice, typename Run>
 void run_on_stream(const OnDevice& tensor, const Run& run) {
+  namespace accelerator = torch::stable::accelerator;
   const int32_t device = tensor.device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  // A guard costs an allocation and a call of the driver.
+  std::optional<accelerator::DeviceGuard> guard;
+  if (accelerator::getCurrentDeviceIndex() != device) guard.emplace(device);
   run(current_stream(device));
 }
 

@@ -1,49 +1,29 @@
-// TMA tensor maps of a paged cache, encoded on the host (sm_90 and later). kv_pipeline.cuh copies
-// with them.
+// TMA tensor maps of a paged cache, made on the host (sm_90 and later). kv_pipeline.cuh copies with
+// them.
 #pragma once
-#include <cuda.h>
-
 #include <algorithm>
 
 #include "cuda/attention/common/kv_pipeline.cuh"
+#include "cuda/attention/common/tensor_maps.h"
 #include "cuda/base/launch.cuh"
 
 namespace vllm_kernels::cuda {
 
-// Encodes a cache as a tensor of kRank dimensions of 16-bit elements. `strides` are in bytes, of
+// The map of a cache as a tensor of kRank dimensions of 16-bit elements. `strides` are in bytes, of
 // all dimensions but the first.
 template <int kRank>
 CUtensorMap encode_tensor_map(
     void* base, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank - 1],
     const int (&box)[kRank], CUtensorMapSwizzle swizzle,
     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
-  using Encode =
-      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                           cudaEnableDefault, &found),
-          "cuTensorMapEncodeTiled");
-    return reinterpret_cast<Encode>(function);
-  }();
-  cuuint64_t map_sizes[kRank], map_strides[kRank];
-  cuuint32_t map_box[kRank], steps[kRank];
-  std::copy_n(sizes, kRank, map_sizes);
-  std::copy_n(strides, kRank - 1, map_strides);
-  std::copy_n(box, kRank, map_box);
-  std::fill_n(steps, kRank, 1);
-  CUtensorMap map;
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, base, map_sizes,
-                                 map_strides, map_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("paged_attention: no tensor map for the cache, CUDA error " +
-                             std::to_string(static_cast<int>(result)));
-  }
-  return map;
+  TensorMapKey key = {.base = base,
+                      .rank = kRank,
+                      .swizzle = static_cast<uint32_t>(swizzle),
+                      .promotion = static_cast<uint32_t>(promotion)};
+  std::copy_n(sizes, kRank, key.sizes);
+  std::copy_n(strides, kRank - 1, key.strides);
+  std::copy_n(box, kRank, key.box);
+  return tensor_map(key);
 }
 
 // Form kSwizzledRows, layouts NHD and HND: (dimension, token in the page, KV head, page). A box is

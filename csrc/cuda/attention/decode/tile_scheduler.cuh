@@ -88,6 +88,9 @@ __device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionPara
   if (p.query_start_loc != nullptr) {
     indices.first_query = load(&p.query_start_loc[seq]);
     indices.end_query = load(&p.query_start_loc[seq + 1]);
+    if (p.has_cumulative_lens) {
+      indices.seq_len = length_between(indices.seq_len, load(&p.seq_lens[seq + 1]));
+    }
   }
   return indices;
 }
