@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <functional>
 #include <stdexcept>
 #include <thread>
@@ -60,9 +61,9 @@ TEST(Remembered, EveryBitCounts) {
   const auto sum = [](const Key& key) {
     unsigned char bytes[sizeof(Key)];
     std::memcpy(bytes, &key, sizeof(Key));
-    int sum = 0;
-    for (size_t i = 0; i < sizeof(Key); ++i) sum = sum * 31 + bytes[i];
-    return sum;
+    unsigned sum = 0;
+    for (const unsigned char byte : bytes) sum = sum * 31 + byte;
+    return static_cast<int>(sum);
   };
   for (int round = 0; round < 2; ++round) {
     for (size_t bit = 0; bit < sizeof(Key) * 8; ++bit) {
