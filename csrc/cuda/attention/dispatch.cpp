@@ -6,8 +6,8 @@
 //   4  as 3 with many rows, if prefill cannot take query, out or scale        decode
 //   5  many query rows on Hopper, pages of 16 tokens or more                  prefill sm90
 //   6  many query rows otherwise                                              prefill sm80
-//      scales of tokens, which sm80 lacks                                     decode
-//   7  anything else                                                          SIMT
+//   7  scales of tokens, which sm80 lacks, where decode can                   decode
+//   8  anything else                                                          SIMT
 // After 5 and 6, a mixed batch gets a concurrent decode launch for its short sequences.
 // ../README.md has the same table with exact conditions. Thresholds are in heuristics.h.
 // KernelChoice::obstacles has the reasons against each faster kernel. Host code: it makes no CUDA

@@ -49,23 +49,13 @@ struct Highest {
   __device__ __forceinline__ uint64_t key() const { return max_key(ordered, token); }
 };
 
-// The bitmask of a row, or null words: all tokens are allowed.
-struct MaskRow {
-  const int32_t* words = nullptr;
-  int64_t num_words = 0;
-
-  // Bit i: whether `token` + i is allowed, for the tokens of the same word.
-  __device__ __forceinline__ uint32_t bits_from(int token) const {
-    if (words == nullptr || token / 32 >= num_words) return 0xffffffffu;
-    return static_cast<uint32_t>(words[token / 32]) >> (token % 32);
-  }
-};
-
-// slice[i] = ordered(logit, whether the mask allows it), each then visited as visit(ordered bits,
-// token). A slice that is not kept is only visited. A Vec lies in one word of the mask.
-template <bool kAligned, typename T, typename Ordered, typename Visit>
-__device__ __forceinline__ void load_vecs(const T* row, const Slice& slice, const MaskRow& mask,
-                                          bool keeps, const Ordered& ordered, const Visit& visit) {
+// slice[i] = ordered(logit, whether the token is allowed), each then visited as visit(ordered bits,
+// token). A slice that is not kept is only visited. allowed_from(token): Bitmask::bits_from(); a
+// Vec lies in one word of the mask.
+template <bool kAligned, typename T, typename Allowed, typename Ordered, typename Visit>
+__device__ __forceinline__ void load_vecs(const T* row, const Slice& slice, bool keeps,
+                                          const Allowed& allowed_from, const Ordered& ordered,
+                                          const Visit& visit) {
   constexpr int kWidth = kVecWidth<T>, kUnroll = 16 / kWidth;
   const int vecs = (slice.size + kWidth - 1) / kWidth;
   const T* from = row + slice.begin;
@@ -76,7 +66,7 @@ __device__ __forceinline__ void load_vecs(const T* row, const Slice& slice, cons
     for (int i = 0; i < kUnroll; ++i) {
       const int at = first + i * kRowThreads;
       if (at < vecs) loaded[i] = load_vec<kAligned, kWidth>(from, at, slice.size);
-      allowed[i] = at < vecs ? mask.bits_from(slice.begin + at * kWidth) : 0;
+      allowed[i] = at < vecs ? allowed_from(slice.begin + at * kWidth) : 0;
     }
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
@@ -102,15 +92,16 @@ __device__ __forceinline__ void load_vecs(const T* row, const Slice& slice, cons
   }
 }
 
-template <typename T, typename Ordered, typename Visit>
+template <typename T, typename Allowed, typename Ordered, typename Visit>
 __device__ __forceinline__ void load_slice(const LogitRows& logits, int64_t row, bool aligned,
-                                           const Slice& slice, const MaskRow& mask, bool keeps,
-                                           const Ordered& ordered, const Visit& visit) {
+                                           const Slice& slice, bool keeps,
+                                           const Allowed& allowed_from, const Ordered& ordered,
+                                           const Visit& visit) {
   const T* data = static_cast<const T*>(logits.data) + row * logits.stride;
   if (aligned) {
-    load_vecs<true>(data, slice, mask, keeps, ordered, visit);
+    load_vecs<true>(data, slice, keeps, allowed_from, ordered, visit);
   } else {
-    load_vecs<false>(data, slice, mask, keeps, ordered, visit);
+    load_vecs<false>(data, slice, keeps, allowed_from, ordered, visit);
   }
 }
 

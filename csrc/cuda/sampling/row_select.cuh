@@ -226,6 +226,18 @@ struct KeptSums {
   uint32_t equal_before = 0, equal = 0, equal_all = 0;  // numbers of tokens equal to it
 };
 
+// body(a CTA's shared memory, a warp of it, the warp's number in the cluster) for all warps of the
+// cluster, divided among the lanes of this warp.
+template <typename Cluster, typename Body>
+__device__ __forceinline__ void for_each_warp_of_cluster(SelectShared& shared, const Body& body) {
+#pragma unroll
+  for (int first = 0; first < Cluster::kSize * kRowWarps; first += kWarpSize) {
+    const int number = first + static_cast<int>(threadIdx.x % kWarpSize);
+    if (number >= Cluster::kSize * kRowWarps) break;
+    body(*Cluster::peer(&shared, number / kRowWarps), number % kRowWarps, number);
+  }
+}
+
 template <typename Cluster, bool kWeights>
 __device__ __forceinline__ KeptSums kept_sums(SelectShared& shared, const Slice& slice,
                                               uint32_t threshold, float max) {
@@ -246,20 +258,17 @@ __device__ __forceinline__ KeptSums kept_sums(SelectShared& shared, const Slice&
   }
   Cluster::sync();
   const int mine = Cluster::rank() * kRowWarps + warp;
-#pragma unroll
-  for (int first = 0; first < Cluster::kSize * kRowWarps; first += kWarpSize) {
-    const int chunk = first + lane;
-    if (chunk >= Cluster::kSize * kRowWarps) break;
-    const SelectShared* theirs = Cluster::peer(&shared, chunk / kRowWarps);
-    const uint64_t above = theirs->above[chunk % kRowWarps];
-    const uint32_t equal = theirs->equal[chunk % kRowWarps];
+  const auto add = [&](const SelectShared& theirs, int chunk, int number) {
+    const uint64_t above = theirs.above[chunk];
+    const uint32_t equal = theirs.equal[chunk];
     sums.above_all += above;
     sums.equal_all += equal;
-    if (chunk < mine) {
+    if (number < mine) {
       sums.above_before += above;
       sums.equal_before += equal;
     }
-  }
+  };
+  for_each_warp_of_cluster<Cluster>(shared, add);
   sums.above_all = warp_total(sums.above_all);
   sums.equal_all = warp_total(sums.equal_all);
   sums.above_before = warp_total(sums.above_before);

@@ -53,10 +53,11 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
   const bool sparse = prefetch_entries(p.counts, sample) || biased;
   const float temperature = request.temperature;
   const bool divides = temperature != 1.0f;
+  const int32_t* words = p.bitmask.of(sample);
   Highest highest;
   load_slice<T>(
-      p.logits, p.row_of(sample), aligned, slice,
-      MaskRow{p.bitmask.of(sample), p.bitmask.num_words}, !request.greedy || sparse,
+      p.logits, p.row_of(sample), aligned, slice, !request.greedy || sparse,
+      [&](int token) { return p.bitmask.bits_from(words, token); },
       [&](float logit, bool allowed) {
         if (!allowed) logit = -INFINITY;
         if (divides && !sparse) logit = logit / temperature;

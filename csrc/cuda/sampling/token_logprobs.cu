@@ -76,14 +76,10 @@ __device__ __forceinline__ RowSums row_sums(SelectShared& shared, const Slice& s
   }
   Cluster::sync();
   sums = {};
-#pragma unroll
-  for (int first = 0; first < Cluster::kSize * kRowWarps; first += kWarpSize) {
-    const int chunk = first + lane;
-    if (chunk >= Cluster::kSize * kRowWarps) break;
-    const SelectShared* theirs = Cluster::peer(&shared, chunk / kRowWarps);
-    sums.weights += theirs->above[chunk % kRowWarps];
-    sums.rank += theirs->equal[chunk % kRowWarps];
-  }
+  for_each_warp_of_cluster<Cluster>(shared, [&](const SelectShared& theirs, int of_cta, int) {
+    sums.weights += theirs.above[of_cta];
+    sums.rank += theirs.equal[of_cta];
+  });
   return {warp_total(sums.weights), warp_total(sums.rank)};
 }
 
@@ -92,7 +88,7 @@ __device__ __forceinline__ Highest load_raw(const LogitRows& logits, int64_t row
                                             const Slice& slice, float divisor) {
   Highest highest;
   load_slice<T>(
-      logits, row, aligned, slice, MaskRow{}, true,
+      logits, row, aligned, slice, true, [](int) { return 0xffffffffu; },
       [&](float logit, bool) { return ordered_bits(divisor == 1.0f ? logit : logit / divisor); },
       [&](uint32_t ordered, int token) { highest.visit(ordered, token); });
   return highest;

@@ -59,9 +59,13 @@ struct Bitmask {
     const int64_t row = rows == nullptr ? sample : rows[sample];
     return row < 0 || row >= num_rows ? nullptr : words + row * stride;
   }
+  // Bit i: whether `token` + i is allowed, for the tokens of the same word.
+  VLLM_KERNELS_INLINE uint32_t bits_from(const int32_t* of_sample, int32_t token) const {
+    if (of_sample == nullptr || token / 32 >= num_words) return 0xffffffffu;
+    return static_cast<uint32_t>(of_sample[token / 32]) >> (token % 32);
+  }
   VLLM_KERNELS_INLINE bool allows(const int32_t* of_sample, int32_t token) const {
-    if (of_sample == nullptr || token / 32 >= num_words) return true;
-    return (static_cast<uint32_t>(of_sample[token / 32]) >> (token % 32) & 1) != 0;
+    return (bits_from(of_sample, token) & 1) != 0;
   }
 };
 
