@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -32,6 +31,7 @@ from transformers import (
 )
 
 import vllm_kernels
+from benchmarks.bench_engine_h200 import make_model
 from benchmarks.harness import machine
 from vllm_kernels.engine.async_engine import AsyncEngine
 from vllm_kernels.engine.engine import Engine
@@ -67,10 +67,7 @@ def load(device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
         folder = Path(vllm_kernels.__file__).parent / "toy_model"
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return model.eval(), AutoTokenizer.from_pretrained(folder)
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3", **QWEN3_596M)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), None
+    return make_model(device, QWEN3_596M, "qwen3"), None
 
 
 async def stream(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> list[int]:

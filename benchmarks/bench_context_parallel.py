@@ -3,8 +3,9 @@
     python -m benchmarks.bench_context_parallel [--device cuda] [--seqs 8] [--tokens 8192]
     torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel [--device cuda] --tokens 8192
 
-Decode steps of 32 query heads over 8 KV heads of size 128, bfloat16. Arms run in turns. Medians and
-smallest times are printed, in us, and medians as a multiple of one rank's.
+Decode steps of 32 query heads over 8 KV heads of size 128, bfloat16. In one process the medians are
+printed, in us and as a multiple of one rank's; over processes, where arms run in turns, medians and
+smallest times.
 """
 
 from __future__ import annotations
@@ -50,43 +51,36 @@ def pool(shards: int, seqs: int, tokens: int, device: str) -> tuple[Tensor, Tens
     return caches[0], caches[1], tables.to(device, torch.int32)
 
 
-def in_one_process(seqs: int, tokens: int, device: str, rounds: int) -> None:
+def in_one_process(seqs: int, tokens: int, device: str) -> None:
     """Times shards in turn, one shard beside as many tokens of one rank, and merges."""
     query = torch.randn(seqs, HEADS, SIZE, dtype=torch.bfloat16, device=device)
     lens = torch.full((seqs,), tokens, dtype=torch.int32, device=device)
-    arms: dict[str, Callable[[], object]] = {}
+    arms: dict[str, Callable[[int], object]] = {}
     keys, values, tables = pool(1, seqs, tokens, device)
     whole = keys[0], values[0], tables[0]
-    arms["one rank"] = lambda: paged_attention(query, *whole, lens, layout="HND")
+    arms["one rank"] = lambda _: paged_attention(query, *whole, lens, layout="HND")
     for shards in (2, 4, 8):
         parallel = ContextParallel(shards=shards)
         cache, local = pool(shards, seqs, tokens, device), parallel.local_lens(lens)
-        arms[f"{shards} shards"] = lambda p=parallel, c=cache, n=local: p.attend(  # type: ignore[misc]
+        arms[f"{shards} shards"] = lambda _, p=parallel, c=cache, n=local: p.attend(  # type: ignore[misc]
             query, *c, n, layout="HND"
         )
-        arms[f"1 of {shards}, lse"] = lambda c=cache, n=local: paged_attention(  # type: ignore[misc]
+        arms[f"1 of {shards}, lse"] = lambda _, c=cache, n=local: paged_attention(  # type: ignore[misc]
             query, *(x[0] for x in c), n[0], layout="HND", return_lse=True
         )
-        arms[f"1/{shards} of tokens"] = lambda n=local: paged_attention(  # type: ignore[misc]
+        arms[f"1/{shards} of tokens"] = lambda _, n=local: paged_attention(  # type: ignore[misc]
             query, *whole, n[0], layout="HND"
         )
         partials = torch.randn(shards, *query.shape, dtype=torch.bfloat16, device=device)
         lses = torch.randn(shards, seqs, HEADS, device=device)
         out = torch.empty_like(query)
-        arms[f"merge of {shards}"] = lambda o=out, x=partials, y=lses: combine_attn_partials(  # type: ignore[misc]
+        arms[f"merge of {shards}"] = lambda _, o=out, x=partials, y=lses: combine_attn_partials(  # type: ignore[misc]
             o, x, y
         )
-    if device == "cuda":  # graphs, timed by events
-        calls: dict[str, Callable[[int], object]] = {
-            name: lambda _, c=call: c() for name, call in arms.items()
-        }
-        seconds = harness.medians(calls, device, 1)
-        times = {name: (each * 1e6, each * 1e6) for name, each in seconds.items()}
-    else:
-        times = timed(arms, rounds, device)
+    times = harness.medians(arms, device, 1)
     print(f"{seqs} sequences of {tokens} tokens")
-    for name, (us, least) in times.items():
-        print(f"{name:16} {us:9.1f} us, at least {least:9.1f}, {us / times['one rank'][0]:.3f}")
+    for name, seconds in times.items():
+        print(f"{name:16} {seconds * 1e6:9.1f} us, {seconds / times['one rank']:.3f}")
 
 
 def in_processes(seqs: int, tokens: int, device: str, rounds: int) -> None:
@@ -119,7 +113,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seqs", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=30, help="over processes")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -127,7 +121,7 @@ def main() -> None:
     if "RANK" in os.environ:
         in_processes(arguments.seqs, arguments.tokens, arguments.device, arguments.rounds)
     else:
-        in_one_process(arguments.seqs, arguments.tokens, arguments.device, arguments.rounds)
+        in_one_process(arguments.seqs, arguments.tokens, arguments.device)
 
 
 if __name__ == "__main__":

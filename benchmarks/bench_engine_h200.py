@@ -69,9 +69,10 @@ SMOKE = LLAMA_3_8B | {
 }
 
 
-def make_model(device: str, settings: dict[str, object]) -> PreTrainedModel:
+def make_model(device: str, settings: dict[str, object], family: str = "llama") -> PreTrainedModel:
+    """Random weights in bfloat16."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **settings)
+    config = AutoConfig.for_model(family, **settings)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model.eval()

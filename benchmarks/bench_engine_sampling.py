@@ -1,7 +1,7 @@
 """What choosing tokens costs a step of Engine: each kind of parameters beside greedy, and drafts.
 
     python -m benchmarks.bench_engine_sampling [--device cuda] [--batch 1 64 256] [--rounds 5]
-    python -m benchmarks.bench_engine_sampling --drafts [--model 8b]
+    python -m benchmarks.bench_engine_sampling --drafts
 
 A Qwen3 of 596 M random weights in bfloat16, vocabulary 151,936, contexts from 256 tokens on. The
 kinds of a batch decode in turns, and a figure is the median over rounds of a step's mean wall time.
@@ -16,10 +16,9 @@ import time
 from statistics import median
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.bench_async_engine import QWEN3_596M
-from benchmarks.bench_engine_h200 import LLAMA_3_8B
+from benchmarks.bench_engine_h200 import LLAMA_3_8B, make_model
 from benchmarks.harness import machine
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.request import SamplingParams
@@ -37,13 +36,6 @@ KINDS: dict[str, dict[str, object]] = {
     },
     "5 logprobs": {"logprobs": 5},
 }  # fmt: skip
-
-
-def model_of(family: str, settings: dict[str, object], device: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **settings)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def seconds_per_step(engine: Engine, batch: int, steps: int, params: dict[str, object]) -> float:
@@ -76,7 +68,7 @@ def seconds_per_step(engine: Engine, batch: int, steps: int, params: dict[str, o
 
 
 def kinds(asked: argparse.Namespace) -> None:
-    model = model_of("qwen3", QWEN3_596M, asked.device)
+    model = make_model(asked.device, QWEN3_596M, "qwen3")
     for batch in asked.batch:
         engine = Engine(
             model, max_batch_size=batch, max_batch_tokens=4096, max_length=256 + asked.steps + 128
@@ -98,7 +90,7 @@ def kinds(asked: argparse.Namespace) -> None:
 
 
 def drafts(asked: argparse.Namespace) -> None:
-    model = model_of("llama", LLAMA_3_8B, asked.device)
+    model = make_model(asked.device, LLAMA_3_8B)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(1000, (1024,), generator=generator).tolist()
     params = SamplingParams(max_tokens=512, ignore_eos=True)

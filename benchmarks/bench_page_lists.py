@@ -16,27 +16,22 @@ from torch import Tensor
 
 import vllm_kernels
 from benchmarks.harness import copies_for, machine, medians
+from vllm_kernels import Layout
+from vllm_kernels.kv_cache.tensors import KVShape
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 
 
-def shapes(layout: str, page: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of a page of K and of V. ``width``: elements in 16 bytes."""
-    if layout == "NHD":
-        return ((page, KV_HEADS, SIZE),) * 2
-    if layout == "HND":
-        return ((KV_HEADS, page, SIZE),) * 2
-    return (KV_HEADS, SIZE // width, page, width), (KV_HEADS, SIZE, page)
-
-
-def calls(asked: argparse.Namespace, layout: str, page: int) -> dict[str, Callable[[int], Tensor]]:
+def calls(
+    asked: argparse.Namespace, layout: Layout, page: int
+) -> dict[str, Callable[[int], Tensor]]:
     dtype, device = getattr(torch, asked.dtype), asked.device
     pages = -(-asked.length // page)
     blocks = asked.batch * pages
     copies = copies_for(device, 2 * blocks * page * KV_HEADS * SIZE * dtype.itemsize)
     keys, values = (
-        torch.randn(copies, blocks, *shape, dtype=dtype, device=device)
-        for shape in shapes(layout, page, 16 // dtype.itemsize)
+        torch.randn(copies, *shape, dtype=dtype, device=device)
+        for shape in KVShape(1, KV_HEADS, SIZE, dtype, page, layout).cache_shapes(blocks)
     )
     query = torch.randn(asked.batch, HEADS, SIZE, dtype=dtype, device=device)
     tables = torch.randperm(blocks, device=device).int().view(asked.batch, pages)
@@ -50,9 +45,7 @@ def calls(asked: argparse.Namespace, layout: str, page: int) -> dict[str, Callab
 
     def tabled(i: int) -> Tensor:
         i %= copies
-        return vllm_kernels.paged_attention(
-            query, keys[i], values[i], tables, lens, layout=layout
-        )  # fmt: skip
+        return vllm_kernels.paged_attention(query, keys[i], values[i], tables, lens, layout=layout)
 
     def listed(i: int) -> Tensor:
         i %= copies

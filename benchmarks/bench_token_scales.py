@@ -17,6 +17,8 @@ from torch import Tensor
 
 import vllm_kernels
 from benchmarks.harness import copies_for, machine, medians
+from vllm_kernels import Layout
+from vllm_kernels.kv_cache.tensors import KVShape
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
 CASES = {  # sequences, tokens, query tokens
@@ -37,17 +39,7 @@ CANDIDATES = {
 }
 
 
-def pool(shape: tuple[int, ...], layout: str, device: str, is_key: bool) -> Tensor:
-    """Random bytes as a cache of `layout`; `shape` is [blocks, tokens, heads, head_size]."""
-    blocks, tokens, heads, size = shape
-    sizes = {"NHD": shape, "HND": (blocks, heads, tokens, size)}
-    if layout == "vllm":
-        by_chunk = (blocks, heads, size // 16, tokens, 16)
-        sizes["vllm"] = by_chunk if is_key else (blocks, heads, size, tokens)
-    return torch.randint(-100, 100, sizes[layout], dtype=torch.int8, device=device)
-
-
-def measure(name: str, layout: str, device: str, seconds: float) -> None:
+def measure(name: str, layout: Layout, device: str, seconds: float) -> None:
     batch, context, queries = CASES[device][name]
     pages = context // PAGE
     blocks = batch * pages
@@ -60,9 +52,10 @@ def measure(name: str, layout: str, device: str, seconds: float) -> None:
     lens = torch.full((batch,), context, dtype=torch.int32, **options)
     starts = torch.arange(batch + 1, dtype=torch.int32, **options) * queries
     several = {"query_start_loc": starts, "max_query_len": queries} if queries > 1 else {}
-    shape = blocks, PAGE, KV_HEADS, HEAD_SIZE
+    shape = KVShape(1, KV_HEADS, HEAD_SIZE, torch.bfloat16, PAGE, layout, "int8_per_token")
     keys, values = (
-        [pool(shape, layout, device, is_key) for _ in range(copies)] for is_key in (True, False)
+        torch.randint(-100, 100, (copies, *sizes), dtype=torch.int8, **options)
+        for sizes in shape.cache_shapes(blocks)
     )
     scales = torch.rand(2, copies, blocks, KV_HEADS, PAGE, **options) / 32
     one = torch.full((1,), 1 / 32, **options)

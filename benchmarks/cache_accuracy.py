@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import vllm_kernels
-from tools.train_toy_model import encode, split_topics
+from benchmarks.toy_perplexity import LENGTH, ToyPerplexity
 
-LENGTH = 256
 Stored = Callable[[Tensor, Tensor], Tensor]
 """rows [..., tokens, head_size], the largest magnitude of the layer -> what the cache gives back"""
 
@@ -61,7 +56,6 @@ class CachedAttention:
     def __init__(self) -> None:
         self.stored: Stored | None = None
         self.most: dict[int, tuple[Tensor, Tensor]] = {}  # by layer; of float64's run
-        ALL_ATTENTION_FUNCTIONS["cached"] = self
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object,
@@ -80,26 +74,17 @@ class CachedAttention:
         return out.transpose(1, 2), None
 
 
-@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=16)
     asked = parser.parse_args()
-    folder = Path(vllm_kernels.__file__).parent / "toy_model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     attention = CachedAttention()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float64").eval()
-    model.set_attn_implementation("cached")
-    tokens = encode(tokenizer, split_topics()[1])
-    texts = tokens[: asked.texts * LENGTH].view(-1, LENGTH)
-    print(f"{len(texts)} texts, {len(texts) * (LENGTH - 1)} tokens")
+    perplexity = ToyPerplexity(attention, asked.texts)
+    num_texts = len(perplexity.texts)
+    print(f"{num_texts} texts, {num_texts * (LENGTH - 1)} tokens")
     for name, stored in caches():
         attention.stored = stored
-        nats = 0.0
-        for ids in texts:
-            logits = model(ids[None]).logits[0, :-1]
-            nats += torch.nn.functional.cross_entropy(logits, ids[1:]).item()
-        print(f"{name:36} {torch.tensor(nats / len(texts)).exp().item():8.3f}", flush=True)
+        print(f"{name:36} {perplexity.of_tokens_from(1):8.3f}", flush=True)
 
 
 if __name__ == "__main__":

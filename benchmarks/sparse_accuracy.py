@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import vllm_kernels
-from tools.train_toy_model import encode, split_topics
+from benchmarks.toy_perplexity import LENGTH, ToyPerplexity
 from vllm_kernels.reference import sparq_choice
 
-DENSE, LENGTH = 128, 256
+DENSE = 128
 Keep = Callable[[Tensor, Tensor, float], Tensor]
 """heads [group, queries, head_size], keys [tokens, head_size], scale -> the weight of each token
 [group, queries, tokens] in place of softmax's for all; the queries are those of the last tokens."""
@@ -91,7 +87,6 @@ class SparseAttention:
 
     def __init__(self) -> None:
         self.keep: Keep | None = None
-        ALL_ATTENTION_FUNCTIONS["sparse"] = self
 
     def __call__(
         self, module: object, query: Tensor, key: Tensor, value: Tensor, mask: object,
@@ -130,22 +125,13 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=16)
     asked = parser.parse_args()
     check_choice()
-    folder = Path(vllm_kernels.__file__).parent / "toy_model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     attention = SparseAttention()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float64").eval()
-    model.set_attn_implementation("sparse")
-    tokens = encode(tokenizer, split_topics()[1])
-    texts = tokens[: asked.texts * LENGTH].view(-1, LENGTH)
-    print(f"{len(texts)} texts, {len(texts) * (LENGTH - DENSE)} tokens")
+    perplexity = ToyPerplexity(attention, asked.texts)
+    num_texts = len(perplexity.texts)
+    print(f"{num_texts} texts, {num_texts * (LENGTH - DENSE)} tokens")
     for name, keep in choices():
         attention.keep = keep
-        nats = 0.0
-        for ids in texts:
-            logits = model(ids[None]).logits[0, DENSE - 1 : -1]
-            nats += torch.nn.functional.cross_entropy(logits, ids[DENSE:]).item()
-        perplexity = torch.tensor(nats / len(texts)).exp().item()
-        print(f"{name:48} {perplexity:7.2f}", flush=True)
+        print(f"{name:48} {perplexity.of_tokens_from(DENSE):7.2f}", flush=True)
 
 
 if __name__ == "__main__":
