@@ -134,7 +134,9 @@ def test_keys_of_widely_different_sizes(device, layout, queries):
     torch.testing.assert_close(lse.double(), want_lse, rtol=2e-5, atol=1e-2 if rounds else 1e-3)
     scale = 10**most * case.query.shape[-1] ** -0.5
     lens = case.seq_lens.tolist()
-    assert_near(out, want, case.spread(), case.query, scale, lens, None)
+    # Decode on a GPU has weights in float16: half of the smallest, of each token.
+    lost = 0.0 if device == "cpu" else 2.0**-25 * max(lens) * 127 * value.nan_to_num().max().item()
+    assert_near(out, want, case.spread(), case.query, scale, lens, None, lost)
 
 
 def test_rows_of_zeros(device, layout):
