@@ -58,6 +58,23 @@ class Case:
         absolute = replace(self, value_cache=self.value_cache.float().abs())
         return absolute.naive()[0]
 
+    def lost(self) -> float:
+        """What decode on CUDA loses of a sum w v where V has a scale a token: its weights are in
+        float16, relative to the largest w times scale. Half of the smallest, for each token."""
+        scales = self.options.get("v_token_scales")
+        if scales is None or not scales.is_cuda:
+            return 0.0
+        return 2.0**-25 * max(self.seq_lens.tolist()) * 127 * scales.nan_to_num().max().item()
+
+    def rounds_keys(self) -> bool:
+        """A prompt's kernels on CUDA round K to 16 bits after scaling by tokens, as a cache of 16
+        bits has it. So weights and the log-sum-exp are as inexact as such keys make them."""
+        if "k_token_scales" not in self.options or not self.query.is_cuda:
+            return False
+        options = {**self.options, "max_query_len": self.max_query_len}
+        op = vllm_kernels.paged_attention
+        return "prefill" in vllm_kernels.explain(op, *self.tensors(), **options).split("because")[0]
+
     def with_options(self, **options: object) -> Case:
         return replace(self, options={**self.options, **options})
 
@@ -192,13 +209,14 @@ def alone(case: Case, seq: int) -> tuple[Case, slice]:
 def assert_right(case: Case, *results: Tensor | tuple[Tensor, Tensor]) -> None:
     """Each out or (out, lse) within what the dtype and the length explain: see assert_near()."""
     want, want_lse = case.naive()
-    spread = case.spread()
+    spread, lost, rounds_keys = case.spread(), case.lost(), case.rounds_keys()
     scale = case.options.get("scale", case.query.shape[-1] ** -0.5)
     for result in results:
         got, lse = result if isinstance(result, tuple) else (result, None)
         lses = None if lse is None else (lse, want_lse)
         assert got.dtype == case.query.dtype
-        assert_near(got, want, spread, case.query, scale, case.seq_lens.tolist(), lses)
+        lens = case.seq_lens.tolist()
+        assert_near(got, want, spread, case.query, scale, lens, lses, lost, rounds_keys)
 
 
 def assert_near(
@@ -210,6 +228,7 @@ def assert_near(
     lens: list[int],
     lses: tuple[Tensor, Tensor] | None,
     lost: float = 0.0,
+    rounds_keys: bool = False,
 ) -> None:
     """|got - want| within what the dtype and the length explain.
 
@@ -218,8 +237,7 @@ def assert_near(
     float32 the errors of the logits (their size times epsilon) and of the sums (growing with the
     square root of the length) remain.
 
-    spread: sum w |v|; lses: what was got and what was to be; lost: a sum of v whose weights are below
-    the smallest of the kernel's type.
+    spread: sum w |v|; lses: what was got and what was to be; lost, rounds_keys: see Case.
     """
     assert got.shape == want.shape
     assert not got.isnan().any(), "NaN in the result"
@@ -237,11 +255,12 @@ def assert_near(
     worst = (error / allowed).max().item()
     assert worst <= 1, f"off by {worst:.2f} times what is allowed, max |error| {error.max():.3e}"
     relative = ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
-    most = unit32 if got.dtype == torch.float32 else 0.45 * unit
+    most = unit32 if got.dtype == torch.float32 else (0.7 if rounds_keys else 0.45) * unit
     assert relative <= most, f"relative error {relative:.2e}, allowed {most:.2e}"
     if lses is not None:
         assert lses[0].shape == lses[1].shape and lses[0].dtype == torch.float32
-        torch.testing.assert_close(lses[0].double(), lses[1], rtol=2.0**-22, atol=unit32)
+        atol = 1.3 * unit if rounds_keys else unit32
+        torch.testing.assert_close(lses[0].double(), lses[1], rtol=2.0**-22, atol=atol)
 
 
 def check(case: Case) -> None:
