@@ -25,7 +25,7 @@ from ..engine.async_engine import AsyncEngine
 from ..engine.engine import Engine
 from ..engine.outputs import Completion, RequestOutput, TokenOutput
 from ..engine.request import FinishReason
-from ..engine.sampling.logprobs import Logprob
+from ..engine.sampling.logprobs import Logprob, TopLogprobs
 from ..engine.sampling.params import LogitsMask, LogitsProcessor, SamplingParams
 from ..engine.sparse import PageSelection, SparQ
 from ..engine.speculative.options import DraftModel, PromptLookup
@@ -50,6 +50,7 @@ __all__ = [
     "SamplingParams",
     "SparQ",
     "TokenOutput",
+    "TopLogprobs",
     "patched_layers",
     "stop_paged_attention",
     "use_paged_attention",

@@ -13,7 +13,7 @@ namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kAhead = 4;  // partials whose loads are in flight together
+constexpr int kAhead = 8;  // partials whose loads are in flight together, with their lse
 
 // `lanes` neighbouring lanes (a power of two, at most 32) share a (token, head) row. kWidth is the
 // number of elements per access: 16 bytes, or one element where a row is unaligned.
@@ -32,37 +32,45 @@ __global__ void __launch_bounds__(kThreads)
     const float lse = p.lse_partial[partial * rows + row];
     return lse == INFINITY ? -INFINITY : lse;
   };
-  float largest = -INFINITY;
-#pragma unroll kAhead
-  for (int partial = 0; partial < p.num_partials; ++partial)
-    largest = fmaxf(largest, lse_of(partial));
-  if (largest == -INFINITY) largest = 0.0f;  // all partials are empty: their weights become 0
-  const auto weight_of = [&](int partial) { return expf(lse_of(partial) - largest); };
-  float sum = 0.0f;
-#pragma unroll kAhead
-  for (int partial = 0; partial < p.num_partials; ++partial) sum += weight_of(partial);
-  if (lane == 0 && p.output_lse != nullptr) p.output_lse[row] = largest + logf(sum);
-  const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
-
   const T* first =
       static_cast<const T*>(p.out_partial) + token * p.token_stride + head * p.head_stride;
   T* output =
       static_cast<T*>(p.output) + token * p.output_token_stride + head * p.output_head_stride;
   for (int i = lane; i < p.head_size / kWidth; i += lanes) {
-    float merged[kWidth] = {};
-#pragma unroll kAhead
-    for (int partial = 0; partial < p.num_partials; ++partial) {
-      const Access loaded = reinterpret_cast<const Access*>(first + partial * p.partial_stride)[i];
-      const float weight = weight_of(partial);
-      // A partial of weight 0 may contain anything, even NaN: it counts as 0.
+    float largest = -INFINITY, sum = 0.0f, merged[kWidth] = {};
+    for (int begin = 0; begin < p.num_partials; begin += kAhead) {
+      float lse[kAhead];
+      Access loaded[kAhead];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        merged[j] += weight == 0.0f ? 0.0f : to_float(loaded.data[j]) * weight;
+      for (int j = 0; j < kAhead; ++j) {
+        const bool is_there = begin + j < p.num_partials;
+        lse[j] = is_there ? lse_of(begin + j) : -INFINITY;
+        if (is_there)
+          loaded[j] = reinterpret_cast<const Access*>(first + (begin + j) * p.partial_stride)[i];
       }
+      float highest = largest;
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) highest = fmaxf(highest, lse[j]);
+      const float base = highest == -INFINITY ? 0.0f : highest;  // all empty: weights become 0
+      const float rescale = expf(largest - base);
+      sum *= rescale;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) merged[k] *= rescale;
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const float weight = expf(lse[j] - base);
+        if (weight == 0.0f) continue;  // such a partial may contain anything, even NaN
+        sum += weight;
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) merged[k] += to_float(loaded[j].data[k]) * weight;
+      }
+      largest = highest;
     }
+    if (i == 0 && p.output_lse != nullptr) p.output_lse[row] = largest + logf(sum);
+    const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
     Access result;
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) result.data[j] = from_float<T>(merged[j] * scale);
+    for (int k = 0; k < kWidth; ++k) result.data[k] = from_float<T>(merged[k] * scale);
     reinterpret_cast<Access*>(output)[i] = result;
   }
 }

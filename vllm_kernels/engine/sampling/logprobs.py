@@ -30,7 +30,13 @@ class TopLogprobs(Mapping[int, Logprob]):
     """Maps a token and the likeliest ones in its place, in this order, to their :class:`Logprob`.
 
     It makes a Logprob when it is asked for one. Thousands of small objects per pass would keep
-    Python's garbage collector busy.
+    Python's garbage collector busy. Two of equal items are equal, whatever their order.
+
+    Example:
+        >>> import numpy as np
+        >>> from vllm_kernels.integrations.transformers import TopLogprobs
+        >>> TopLogprobs(np.array([7, 5, 7]), np.array([-0.75, -0.5, -0.75], np.float32), rank=2)
+        {7: Logprob(logprob=-0.75, rank=2), 5: Logprob(logprob=-0.5, rank=1)}
     """
 
     __slots__ = ("_ids", "_logprobs", "_rank")
