@@ -1,6 +1,6 @@
 // The decision tree of attention, from the top of the file to choose_kernel() at its end:
 //   1  float32, block-sparse, or a cache without blocks                       SIMT
-//   2  K or V that is not aligned to 16 bytes                                 SIMT
+//   2  K or V that is not aligned to 16 bytes, unless 5 gathers it            SIMT
 //   3  few query rows, causal, in pages                                       decode
 //      up to 8 rows per KV head: one warp per pipeline; more: wgmma, or several warps
 //   4  as 3 with many rows, if prefill cannot take query, out or scale        decode

@@ -18,7 +18,7 @@ struct PrefillLaunch {
 };
 
 // Queries have 16 bits; the cache has the same type or 8 bits. Keys are contiguous or in pages: of
-// 16 tokens, or of a longer power of two (layout vllm: 8-bit caches only).
+// 16 tokens, or of a longer power of two.
 template <int kHeadSize>
 struct PrefillSm90Kernels {
   static void launch(const PagedAttentionParams& params, KvForm form, const PrefillLaunch& launch,
