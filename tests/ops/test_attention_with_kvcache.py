@@ -131,7 +131,8 @@ def test_ragged_queries_and_cumulative_lengths(device, dtype):
     case["query"] = torch.randn(7, HEADS, SIZE).to(device, dtype)
     by_lens = check(case, query_start_loc=starts, max_query_len=4)
     ends = ints([0, *lens], device).cumsum(0).int()
-    by_ends = check(case, query_start_loc=starts, seq_lens=ends, cumulative=True)
+    options = {"cumulative": True, "max_query_len": 4}
+    by_ends = check(case, query_start_loc=starts, seq_lens=ends, **options)
     assert torch.equal(by_lens, by_ends)
 
 

@@ -129,7 +129,8 @@ def test_more_than_there_is_room_for(hopper):
     lens, queries = [20_000, 400, 0, 3000, 15_000, 300], [130, 140, 0, 1, 128, 290]
     case = make(hopper, BF16, lens, queries, heads=128, kv_heads=16, head_size=128,
                 stored=torch.float8_e4m3fn, layout="NHD")  # fmt: skip
-    assert "without that for other sequences" in explained(case)
+    text = explained(case)
+    assert "without that for other sequences" in text or "prefill sm80" in text
     check(case)
 
 

@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(kThreads)
       static_cast<const T*>(p.out_partial) + token * p.token_stride + head * p.head_stride;
   T* output =
       static_cast<T*>(p.output) + token * p.output_token_stride + head * p.output_head_stride;
-  for (int i = lane; i < p.head_size / kWidth; i += lanes) {
+  const int steps = p.head_size / kWidth;
+  for (int i = lane; i < max(steps, 1); i += lanes) {  // without elements: the lse alone
     float largest = -INFINITY, sum = 0.0f, merged[kWidth] = {};
     for (int begin = 0; begin < p.num_partials; begin += kAhead) {
       float lse[kAhead];
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int j = 0; j < kAhead; ++j) {
         const bool is_there = begin + j < p.num_partials;
         lse[j] = is_there ? lse_of(begin + j) : -INFINITY;
-        if (is_there)
+        if (is_there && i < steps)
           loaded[j] = reinterpret_cast<const Access*>(first + (begin + j) * p.partial_stride)[i];
       }
       float highest = largest;
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
     Access result;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) result.data[k] = from_float<T>(merged[k] * scale);
-    reinterpret_cast<Access*>(output)[i] = result;
+    if (i < steps) reinterpret_cast<Access*>(output)[i] = result;
   }
 }
 

@@ -271,7 +271,6 @@ torch::stable::Tensor attention_with_kvcache(
   }
   if (num_seqs > 0 && queries.num_tokens > 0) {
     set_queries(params, queries);
-    raise_bad_index();
     launch_paged_attention(params, query, nullptr);
   }
   return torch::stable::Tensor(result.release());

@@ -15,7 +15,6 @@ namespace {
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 void launch_fused(const FusedDecodeAttentionParams& params, const Tensor& qkv, void* workspace) {
-  if (check_mode()) raise_bad_index();
   run_on_stream(qkv, [&](cuda::Stream stream) { cuda::launch(params, workspace, stream); });
 }
 #else

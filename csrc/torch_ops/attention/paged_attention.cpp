@@ -61,7 +61,6 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   expect.apart(written, read);
   if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
   set_queries(params, queries);
-  raise_bad_index();
   const BlockTables made = kv_indptr ? make_tables(expect, params, list, query) : BlockTables();
   launch_paged_attention(params, query, scratch);
 }
@@ -98,7 +97,6 @@ void launch_paged_attention(const PagedAttentionParams& params, const Tensor& qu
 }
 
 void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
-  raise_bad_index();
   launch_paged_attention(params, query, nullptr);
 }
 #else

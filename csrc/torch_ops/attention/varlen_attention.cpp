@@ -63,7 +63,6 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
   expect.apart(written, read);
   if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
   set_queries(params, queries);
-  raise_bad_index();
   launch_paged_attention(params, query, scratch);
 }
 

@@ -136,10 +136,18 @@ class Arguments {
   size_t count_ = 0;
 };
 
+// Throws the first finding of earlier CUDA ops' finished scans, without a sync (index_check.h). Does
+// nothing without check mode.
+void raise_bad_index();
+
+// The checks of one call of an op.
 class Expect {
  public:
-  // Throws for an environment variable of unknown value.
-  explicit Expect(const char* op) : op_(op) { check_environment(); }
+  // Throws for an environment variable of unknown value, and what earlier calls have found.
+  explicit Expect(const char* op) : op_(op) {
+    check_environment();
+    raise_bad_index();
+  }
 
   // Reads the tensor's metadata. Requires it to be defined, with memory for all its elements, and
   // on the device of the first tensor read.

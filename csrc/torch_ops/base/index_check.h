@@ -28,7 +28,8 @@ struct UsedColumns {
 //   CPU   scans on every call and throws before anything is written:
 //         reshape_and_cache: slot_mapping[5] = 999: expected -1 (skipped) or a slot in [0, 512)
 //   CUDA  does nothing: the kernel contains bad values. With VLLM_KERNELS_CHECK=1 it enqueues a
-//         scan. The next op, or vllm_kernels.check(), throws its finding in the same words.
+//         scan. The next op, or vllm_kernels.check(), throws its finding in the same words: an
+//         Expect of another call.
 void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
                  const UsedColumns& used = {});
 
@@ -44,8 +45,5 @@ void check_unique(const Expect& expect, const Argument& values, int64_t column,
 // Others are not checked.
 void check_page_ids(const Expect& expect, const Argument& ids, const Argument& indptr,
                     int64_t num_blocks);
-
-// Throws the first finding of earlier CUDA ops' finished scans, without a sync. launch() calls it.
-void raise_bad_index();
 
 }  // namespace vllm_kernels

@@ -233,7 +233,6 @@ void sparq_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   expect.apart(written, read);
   if (queries.num_seqs == 0 || query.is_meta()) return;
   int32_size(queries.query, "num_seqs * num_kv_heads", sparq.units.num_rows());
-  raise_bad_index();
   const Tensor scratch = make_scratch(sparq, mean.has_value(), query);
   const bool explained = report("sparq_attention", [&] {
     return "a choice of " + select.value + " for each KV head, then paged_attention's kernel";
