@@ -2,8 +2,10 @@
 
     python -m benchmarks.bench_page_lists [--device cpu|cuda] [--batch 64] [--length 2048]
                                           [--dtype bfloat16] [--layout NHD HND vllm]
+    python -m benchmarks.bench_page_lists --queries 8 --batch 32 --length 4096 --page 16
 
 Decode steps of 32 query heads over 8 KV heads of 128, random pages, cold caches. GB/s count K, V.
+With several query tokens of a sequence a third candidate has a tree mask.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ def calls(
         torch.randn(copies, *shape, dtype=dtype, device=device)
         for shape in KVShape(1, KV_HEADS, SIZE, dtype, page, layout).cache_shapes(blocks)
     )
-    query = torch.randn(asked.batch, HEADS, SIZE, dtype=dtype, device=device)
+    count = asked.queries
+    query = torch.randn(asked.batch * count, HEADS, SIZE, dtype=dtype, device=device)
+    several = {}
+    if count > 1:
+        starts = torch.arange(asked.batch + 1, dtype=torch.int32, device=device) * count
+        several = {"query_start_loc": starts, "max_query_len": count}
     tables = torch.randperm(blocks, device=device).int().view(asked.batch, pages)
     lens = torch.full((asked.batch,), asked.length, dtype=torch.int32, device=device)
     lists = {
@@ -45,13 +52,26 @@ def calls(
 
     def tabled(i: int) -> Tensor:
         i %= copies
-        return vllm_kernels.paged_attention(query, keys[i], values[i], tables, lens, layout=layout)
+        return vllm_kernels.paged_attention(
+            query, keys[i], values[i], tables, lens, layout=layout, **several
+        )
 
     def listed(i: int) -> Tensor:
         i %= copies
-        return vllm_kernels.paged_attention(query, keys[i], values[i], layout=layout, **lists)
+        return vllm_kernels.paged_attention(
+            query, keys[i], values[i], layout=layout, **lists, **several
+        )
 
-    return {"tables": tabled, "lists": listed}
+    tree = torch.randint(2**31, (asked.batch * count,), dtype=torch.int32, device=device)
+
+    def with_tree(i: int) -> Tensor:
+        i %= copies
+        return vllm_kernels.paged_attention(
+            query, keys[i], values[i], tables, lens, layout=layout, tree_mask=tree, **several
+        )
+
+    candidates = {"tables": tabled, "lists": listed}
+    return candidates | ({"tree": with_tree} if count > 1 else {})
 
 
 def main() -> None:
@@ -62,6 +82,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--layout", nargs="+", default=["NHD", "HND", "vllm"])
+    parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--page", type=int, nargs="+", default=[16, 1])
     parser.add_argument("--seconds", type=float, default=0.5)
     asked = parser.parse_args()

@@ -498,6 +498,25 @@ def token_scales() -> None:
                         assert out.isfinite().all()
 
 
+def tree_masks() -> None:
+    """Trees of new tokens: decode with one and several warps a pipeline, wgmma, and SIMT."""
+    lens = torch.tensor([300, 9, 70], dtype=torch.int32, device=CUDA)
+    starts = torch.tensor([0, 9, 18, 27], dtype=torch.int32, device=CUDA)
+    words = torch.randint(2**31, (27,), device=CUDA)
+    for dtype in DTYPES:
+        for stored in (dtype, torch.float8_e4m3fn):
+            for page, group, head_size in ((16, 1, 64), (16, 8, 128), (16, 8, 256), (2, 4, 64)):
+                pages = -(-300 // page)
+                tables = torch.randperm(3 * pages, device=CUDA).view(3, pages).int()
+                rows = torch.randn(3 * pages, page, 2, head_size, device=CUDA).to(stored)
+                query = torch.randn(27, 2 * group, head_size, device=CUDA, dtype=dtype)
+                for tree in (words, words.int()):
+                    vllm_kernels.paged_attention(
+                        query, rows, rows, tables, lens, layout="NHD", query_start_loc=starts,
+                        max_query_len=9, tree_mask=tree,
+                    )  # fmt: skip
+
+
 def contiguous_keys() -> None:
     """varlen_attention: causal and not, few and many query tokens, every pair of types."""
     eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -624,6 +643,7 @@ def main() -> None:
     groups = (
         general_attention,
         token_scales,
+        tree_masks,
         prompts,
         contiguous_keys,
         decode_steps,

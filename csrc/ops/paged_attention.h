@@ -3,6 +3,7 @@
 //   position(i) = seq_len - (query tokens of the sequence) + i      of query token i
 //   s(t)   = softcap(scale * q . k[t]) - slope[h] * |t - position|  for the visible tokens t:
 //            position - sliding_window < t <= position + window_right
+//            and, with a tree mask, the query tokens that the mask has
 //   out    = sum_t exp(s(t)) v[t] / (sum_t exp(s(t)) + exp(sink[h]))
 //   lse    = log(sum_t exp(s(t)) + exp(sink[h]))
 // with softcap(x) = c * tanh(x / c). If no token is visible, out is 0 and lse is the sink, or -inf.
@@ -37,6 +38,24 @@ struct BlockSparse {
                                            int32_t head_offset) const {
     const int32_t b = token / block_size;
     return b > (seq_len - 1) / block_size - local_blocks || (b + head_offset) % vert_stride == 0;
+  }
+};
+
+// The new tokens of a sequence as a tree: those of its query tokens that each of them sees. Bit j
+// of a word stands for the sequence's query token j. A query token sees itself in any case.
+struct TreeMask {
+  // [num_tokens, halves] 32 bits each, the low half first; null: all earlier tokens are seen.
+  const uint32_t* words = nullptr;
+  int32_t halves = 1;  // 2: int64
+
+  VLLM_KERNELS_HOST_DEVICE bool any() const { return words != nullptr; }
+  VLLM_KERNELS_HOST_DEVICE int32_t bits() const { return 32 * halves; }
+  // Whether query token `index` of a sequence, in row `row` of query, sees the token that comes
+  // `other` tokens after the sequence's query token 0. Tokens before that one are visible.
+  VLLM_KERNELS_HOST_DEVICE bool sees(int32_t row, int32_t index, int32_t other) const {
+    if (other < 0 || other == index) return true;
+    if (other >= bits()) return false;
+    return (words[int64_t{row} * halves + other / 32] >> other % 32 & 1) != 0;
   }
 };
 
@@ -90,6 +109,8 @@ struct PagedAttentionParams {
   // paged_attention over int8. Score t is multiplied with the key's scale, weight t with the
   // value's after row_sum has taken it. kv.k_scale and kv.v_scale are then null.
   TokenScales token_scales;
+  // Causal, without a window; max_query_len <= tree_mask.bits().
+  TreeMask tree_mask;
 
   // Whether scores need more than the scale and the mask: softcap or ALiBi.
   VLLM_KERNELS_HOST_DEVICE bool modifies_scores() const {

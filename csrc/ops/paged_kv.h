@@ -50,6 +50,16 @@ struct PagedKv {
   const float* v_scale = nullptr;
   int32_t scale_stride = 0;
 
+  // Pages of one token of layout vllm are rows, as those of HND.
+  PagedKv with_rows() const {
+    PagedKv rows = *this;
+    if (layout == KvLayout::kVllm && block_size == 1) {
+      rows.layout = KvLayout::kHND;
+      rows.key_token_stride = rows.value_token_stride = head_size;
+    }
+    return rows;
+  }
+
   VLLM_KERNELS_HOST_DEVICE int64_t key_offset(int64_t block, int64_t head, int64_t token,
                                               int64_t d) const {
     return block * key_block_stride + head * key_head_stride + token * key_token_stride +

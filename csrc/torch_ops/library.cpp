@@ -121,7 +121,8 @@ constexpr const char* kSchemas[] = {
     "float scale, Tensor? alibi_slopes, int sliding_window, float softcap, Tensor? sinks, "
     "Tensor? k_scale, Tensor? v_scale, str layout, int max_query_len, Tensor!? workspace, "
     "int fixed_split_size=0, bool kv_ready=False, int window_right=0, Tensor? kv_indptr=None, "
-    "int max_pages=-1, Tensor? k_token_scales=None, Tensor? v_token_scales=None)",
+    "int max_pages=-1, Tensor? k_token_scales=None, Tensor? v_token_scales=None, "
+    "Tensor? tree_mask=None)",
     "paged_attention.result(Tensor query, Tensor key_cache, Tensor value_cache, "
     "Tensor block_tables, Tensor seq_lens, float? scale=None, str layout=\"vllm\", "
     "int sliding_window=0, float softcap=0.0) -> Tensor",

@@ -75,7 +75,18 @@ def random_case(device: str) -> Case:
         scales_per_head=stored is not None and random.random() < 0.5,
         **options,
     )
-    return maybe_with_token_scales(case)
+    return maybe_with_token_scales(maybe_with_tree(case))
+
+
+def maybe_with_tree(case: Case) -> Case:
+    options = case.options
+    plain = options.get("causal", True) and not options.get("sliding_window")
+    if not plain or "query_start_loc" not in options or random.random() < 0.6:
+        return case
+    words = torch.randint(2**31, (len(case.query),), dtype=torch.int64)
+    if random.random() < 0.5:
+        words = words.int()
+    return case.with_options(tree_mask=words.to(case.query.device))
 
 
 def maybe_with_token_scales(case: Case) -> Case:

@@ -30,6 +30,8 @@ __all__ = ["paged_attention", "paged_attention_workspace"]
 _traced, _direct = entry_points("paged_attention")
 _, _result = entry_points("paged_attention", "result")
 
+_SIGNED = {torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 @overload
 def paged_attention(
@@ -62,6 +64,7 @@ def paged_attention(
     max_pages: int | None = ...,
     k_token_scales: Tensor | None = ...,
     v_token_scales: Tensor | None = ...,
+    tree_mask: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -96,6 +99,7 @@ def paged_attention(
     max_pages: int | None = ...,
     k_token_scales: Tensor | None = ...,
     v_token_scales: Tensor | None = ...,
+    tree_mask: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -130,6 +134,7 @@ def paged_attention(
     max_pages: int | None = ...,
     k_token_scales: Tensor | None = ...,
     v_token_scales: Tensor | None = ...,
+    tree_mask: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -163,6 +168,7 @@ def paged_attention(
     max_pages: int | None = None,
     k_token_scales: Tensor | None = None,
     v_token_scales: Tensor | None = None,
+    tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of any query tokens to the pages of their sequences, causal by default.
 
@@ -249,6 +255,11 @@ def paged_attention(
             block_size], the two outer strides are free. Both or neither, and then k_scale and
             v_scale are None. They may be any floats: a scale that is NaN makes NaN of the query
             tokens that see its token.
+        tree_mask: [num_tokens] int32, uint32, int64 or uint64, for a tree of draft tokens. Bit j of
+            a query token's word says whether it sees the query token j of its sequence; later ones
+            it never sees. It sees itself and all tokens before the query tokens in any case. The
+            positions that ALiBi counts are those of the cache. max_query_len is at most the bits of
+            a word; causal, without a window. (Tree attention: Miao et al. 2024, arXiv:2305.09781.)
 
     Warning:
         On CUDA a call may never end if seq_lens or query_start_loc change while it runs, or if
@@ -278,13 +289,18 @@ def paged_attention(
         >>> csr = vllm_kernels.paged_attention(query, keys, values, **pages, layout="NHD")
         >>> torch.equal(out, csr)
         True
+        >>> tree = torch.tensor([0b001, 0b011, 0b101], dtype=torch.int32)  # 1 and 2 follow 0
+        >>> out = vllm_kernels.paged_attention(
+        ...     query.expand(3, -1, -1), keys, values, table, length, layout="NHD",
+        ...     query_start_loc=torch.tensor([0, 3], dtype=torch.int32), tree_mask=tree,
+        ... )
     """
     if (
         out is None and query_start_loc is None and max_query_len is None and not return_lse
         and alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
         and workspace is None and causal and not (fixed_split_size or kv_ready)
         and kv_indptr is None and k_token_scales is None and v_token_scales is None
-        and not is_dynamo_compiling()
+        and tree_mask is None and not is_dynamo_compiling()
     ):  # fmt: skip
         try:  # fewer arguments, and an op that makes its result: 3 us less
             if not modes_are_on():
@@ -324,6 +340,10 @@ def paged_attention(
         last = kv_indptr, max_pages
     if k_token_scales is not None or v_token_scales is not None:
         last = kv_indptr, max_pages, k_token_scales, v_token_scales
+    if tree_mask is not None:
+        check_tensors("paged_attention", tree_mask=tree_mask)
+        tree_mask = tree_mask.view(_SIGNED.get(tree_mask.dtype, tree_mask.dtype))
+        last = kv_indptr, max_pages, k_token_scales, v_token_scales, tree_mask
     op = _traced if is_dynamo_compiling() else _direct
     try:
         if scale is None:

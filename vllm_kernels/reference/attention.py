@@ -156,6 +156,7 @@ def paged_attention(
     kv_indptr: Tensor | None = None,
     k_token_scales: Tensor | None = None,
     v_token_scales: Tensor | None = None,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Query tokens attend to the pages of their sequence -> (out, lse) in float64.
 
@@ -173,7 +174,7 @@ def paged_attention(
     starts = list(range(len(query) + 1)) if query_start_loc is None else query_start_loc.tolist()
     return _attention(
         query, starts, seq_lens.tolist(), keys_of, scale, (sliding_window - 1, right),
-        alibi_slopes, softcap, sinks,
+        alibi_slopes, softcap, sinks, tree_mask=tree_mask,
     )  # fmt: skip
 
 
@@ -220,6 +221,15 @@ def _outside(distance: Tensor, left: int, right: int) -> Tensor:
     return unseen
 
 
+def _tree_hides(words: Tensor, index: Tensor, other: Tensor) -> Tensor:
+    """Whether query tokens ``index`` do not see the tokens ``other`` -> [tokens, seen]. Both count
+    from the sequence's query token 0. words: the tokens' tree_mask."""
+    bits = words.long()[:, None] >> other.clamp(0, 63)
+    if words.dtype == torch.int32:
+        bits = bits * (other < 32)
+    return (other >= 0) & (other != index[:, None]) & (bits & 1 == 0)
+
+
 def _attention(
     query: Tensor,
     starts: list[int],
@@ -231,6 +241,7 @@ def _attention(
     softcap: float,
     sinks: Tensor | None,
     hidden: Callable[[int, int, int], Tensor | None] = lambda *_: None,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """keys_of(seq, first, end): those tokens' keys and values, [num_kv_heads, tokens, head_size].
 
@@ -267,6 +278,11 @@ def _attention(
         unseen = hidden(length, first, end)
         if len(tokens) > 1:  # one query token: all of the window are visible
             unseen = _outside(distance, left, right)
+        if tree_mask is not None:
+            hides = _tree_hides(
+                tree_mask[rows], position - starts[seq] - after, seen - starts[seq] - after
+            )
+            unseen = hides if unseen is None else unseen | hides
         if unseen is not None:
             logits = logits.masked_fill(unseen, -torch.inf)
         if sinks is not None:  # a logit without a value

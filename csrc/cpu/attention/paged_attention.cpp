@@ -294,7 +294,8 @@ class PagedAttentionTask {
     const VisibleRange visible = visible_[query];
     float* probs = probs_ + row * kKvBlockTokens;
     const bool any = visible.begin < visible.end;
-    if (visible.begin == 0 && visible.end == kKvBlockTokens && plain_scores_) {
+    const bool sees_all = !p_.tree_mask.any() || first + kKvBlockTokens <= tile.first_new;
+    if (visible.begin == 0 && visible.end == kKvBlockTokens && plain_scores_ && sees_all) {
       return softmax_full_row(row);
     }
     if (any) {
@@ -380,6 +381,7 @@ class PagedAttentionTask {
       score = modify_scores(p_, tile.first_head + head, score,
                             [&] { return numbers + splat(position); });
       score = select(is_visible(numbers, visible), score, splat(-kInfinity));
+      if (p_.tree_mask.any()) score = masked_by_tree(tile, query, first + token, score);
       lane_max = maximum(score, lane_max);
       store(probs + token, score);
     }
@@ -396,6 +398,16 @@ class PagedAttentionTask {
       store(probs + token, prob);
     }
     update_row(row, new_max, sums);
+  }
+
+  // -inf for tokens [token, token + kLanes) of the sequence that the tree mask hides.
+  Vec masked_by_tree(const WorkTile& tile, int query, int32_t token, Vec score) const {
+    const int32_t index = tile.first_position + query - tile.first_new;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const int32_t other = token + lane - tile.first_new;
+      if (!p_.tree_mask.sees(tile.first_token + query, index, other)) score[lane] = -kInfinity;
+    }
+    return score;
   }
 
   static VecInt is_visible(Vec numbers, VisibleRange visible) {

@@ -32,6 +32,7 @@ struct WorkTile {
   int32_t first_token;     // a row of query
   int32_t queries;         // query tokens
   int32_t first_position;  // of first_token in the sequence; may be negative
+  int32_t first_new;       // position of the sequence's query token 0
   RowRange keys;           // of the sequence
   int32_t begin, end;      // tokens of the sequence that are visible to any row
   int64_t first_grain;
@@ -64,6 +65,7 @@ int64_t for_each_work_tile(const PagedAttentionPlan& plan, int64_t begin, int64_
       tile.first_token = range.first + query;
       tile.queries = min_int32(plan.queries_per_tile, range.count - query);
       tile.first_position = keys.count - range.count + query;
+      tile.first_new = keys.count - range.count;
       tile.keys = keys;
       const VisibleTokens visible = visible_tokens(
           p, tile.first_position, tile.first_position + tile.queries - 1, keys.count);

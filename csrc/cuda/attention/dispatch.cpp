@@ -71,6 +71,12 @@ int padded_for_prefill(int head_size) {
   return 256;
 }
 
+// Whether lanes copy pages of one token (kv_pipeline.cuh). The binding describes such pages of
+// layout vllm as HND. Scales of tokens are copied 4 at a time.
+bool has_single_tokens(const PagedAttentionParams& p) {
+  return p.kv.block_size == 1 && p.kv.layout != KvLayout::kVllm && !p.token_scales.any();
+}
+
 // Obstacles of the tensor-core kernels for pages: decode and prefill sm90.
 uint32_t tensor_core_obstacles(const PagedAttentionParams& p, const DeviceModel& device) {
   const PagedKv& kv = p.kv;
@@ -81,8 +87,8 @@ uint32_t tensor_core_obstacles(const PagedAttentionParams& p, const DeviceModel&
   const int stage = 2 * padded * element * (padded <= 128 ? 32 : 16);
   return when(p.sparse.on(), kBlockSparse) | when(p.dtype == DType::kFloat32, kFloat32) |
          when(4 * stage + 20 * 1024 > device.shared_memory_per_block, kSharedMemoryTooSmall) |
-         when(kv.block_size < min_page, kSmallPages) | when(kv.num_blocks <= 0, kEmptyCache) |
-         when(!cache_is_aligned(p), kUnalignedCache) |
+         when(kv.block_size < min_page && !has_single_tokens(p), kSmallPages) |
+         when(kv.num_blocks <= 0, kEmptyCache) | when(!cache_is_aligned(p), kUnalignedCache) |
          when(!is_aligned(p.query, query_alignment * 2) || p.query_stride % query_alignment != 0,
               kUnalignedQuery) |
          when(!is_aligned(p.out, 8) || p.out_stride % 4 != 0, kUnalignedOut);
@@ -98,7 +104,8 @@ uint32_t prefill_obstacles(const PagedAttentionParams& p) {
   return when(!is_aligned(p.query, 16) || p.query_stride % 8 != 0 || p.query_stride <= 0,
               kUnalignedQuery) |
          when(!is_aligned(p.out, 16) || p.out_stride % 8 != 0, kUnalignedOut) |
-         when(p.kv.num_blocks <= 0, kEmptyCache) | when(!(p.scale > 0.0f), kScaleNotPositive);
+         when(p.kv.num_blocks <= 0, kEmptyCache) | when(!(p.scale > 0.0f), kScaleNotPositive) |
+         when(p.tree_mask.any(), kTreeMask);
 }
 
 uint32_t prefill_sm90_obstacles(const PagedAttentionParams& p, const DeviceModel& device) {
@@ -276,7 +283,7 @@ KernelChoice choose_decode(const PagedAttentionParams& p, const DeviceModel& dev
   KernelChoice choice = {.kernel = AttentionKernel::kDecode,
                          .form = decode_form(p.kv),
                          .padded_head_size = padded_to_64_128_256(p.kv.head_size),
-                         .multi_warp = rows > 8};
+                         .multi_warp = rows > 8 && !has_single_tokens(p)};
   if (!choice.multi_warp && takes_plain_rows(p.kv, device)) {
     choice.form = KvForm::kPlainRows;
     choice.padded_head_size = p.kv.head_size;
@@ -457,7 +464,7 @@ constexpr Words kObstacleWords[] = {
     {kFloat32, "tensor cores need a float16 or bfloat16 query"},
     {kBlockSparse, "only the SIMT kernel has block-sparse patterns"},
     {kSharedMemoryTooSmall, "shared memory is too small"},
-    {kSmallPages, "tensor cores need pages of 8 tokens (8-bit layout vllm: 16)"},
+    {kSmallPages, "tensor cores need pages of 1 token, or of 8 (8-bit layout vllm: 16)"},
     {kEmptyCache, "the cache has no blocks"},
     {kUnalignedCache, "K or V: base or strides are no multiples of 16 bytes"},
     {kUnalignedQuery, "query: base or token stride is unaligned (16 bytes are always right)"},
@@ -465,6 +472,7 @@ constexpr Words kObstacleWords[] = {
     {kNotCausal, "decode kernels are causal"},
     {kContiguousKeys, "decode kernels read K and V in pages"},
     {kScaleNotPositive, "prefill kernels need scale > 0"},
+    {kTreeMask, "prefill kernels have no tree mask"},
     {kFewRows, "too few query rows for the prefill kernels"},
     {kNoWgmma, "wgmma kernels need an H100 or H200 and code for 9.0a"},
     {kPageSize, "prefill sm90 needs pages of 16 tokens or more"},

@@ -16,6 +16,22 @@
 namespace vllm_kernels {
 namespace {
 
+// Whether the mask fits the call: causal, without a window, and a bit for each query token.
+TreeMask read_tree_mask(Expect& expect, const PagedAttentionParams& params, const Tensor& tree_mask,
+                        Queries& queries, Arguments& read) {
+  Argument mask = expect.tensor("tree_mask", tree_mask).shape({&queries.num_tokens}).contiguous();
+  if (!mask.is_int64()) mask.int32();
+  const TreeMask tree = {.words = mask.as<const uint32_t>(), .halves = mask.is_int64() ? 2 : 1};
+  expect.that(params.window_right == 0 && params.sliding_window == 0,
+              "tree_mask: expected causal=True and sliding_window=0");
+  expect.that(params.max_query_len <= tree.bits(),
+              "tree_mask: expected max_query_len <= " + std::to_string(tree.bits()) + " for " +
+                  (mask.is_int64() ? "int64" : "int32") + ", got " +
+                  std::to_string(params.max_query_len));
+  read.add(mask);
+  return tree;
+}
+
 void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& query,
                      const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
                      const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
@@ -26,7 +42,8 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                      const std::optional<Tensor>& workspace, int64_t fixed_split_size,
                      bool kv_ready, int64_t window_right, const std::optional<Tensor>& kv_indptr,
                      int64_t max_pages, const std::optional<Tensor>& k_token_scales,
-                     const std::optional<Tensor>& v_token_scales) {
+                     const std::optional<Tensor>& v_token_scales,
+                     const std::optional<Tensor>& tree_mask) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Arguments read, written;
@@ -43,13 +60,14 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   set_scales(expect, kv, k_scale, v_scale, read);
   PagedAttentionParams params =
       read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
-  params.kv = kv;
+  params.kv = kv.with_rows();
   params.token_scales = token_scales(expect, kv, sizes, k_token_scales, v_token_scales, read);
   params.kv_ready = kv_ready && !kv_indptr;  // page_list.cu writes the tables just before
   read_window_and_split(expect, params, sliding_window, fixed_split_size);
   params.window_right = right_window(expect, window_right);
   void* scratch = read_workspace(expect, workspace, written);
   read_query_start_loc(expect, params, queries, or_null(query_start_loc), max_query_len, read);
+  if (tree_mask) params.tree_mask = read_tree_mask(expect, params, *tree_mask, queries, read);
   PageListParams list{};
   if (kv_indptr) {
     list = read_page_list(expect, params, block_tables, seq_lens, *kv_indptr, max_pages,
@@ -76,7 +94,8 @@ torch::stable::Tensor paged_attention_result(const Tensor& query, const Tensor& 
   Tensor out = empty(x.sizes(), x.scalar_type(), query);
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   paged_attention(out, {}, query, key_cache, value_cache, block_tables, seq_lens, {}, factor, {},
-                  sliding_window, softcap, {}, {}, {}, layout, 1, {}, 0, false, 0, {}, -1, {}, {});
+                  sliding_window, softcap, {}, {}, {}, layout, 1, {}, 0, false, 0, {}, -1, {}, {},
+                  {});
   return torch::stable::Tensor(out.release());
 }
 

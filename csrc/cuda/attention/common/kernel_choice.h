@@ -29,7 +29,7 @@ enum Obstacle : uint32_t {
   kFloat32 = 1 << 0,      // tensor cores: query of 16 bits
   kBlockSparse = 1 << 1,  // only the SIMT kernel has block-sparse patterns
   kSharedMemoryTooSmall = 1 << 2,
-  kSmallPages = 1 << 3,             // tensor cores: pages of at least 8 tokens (8-bit vllm: 16)
+  kSmallPages = 1 << 3,             // tensor cores: pages of 1, 8 or more tokens (8-bit vllm: 16)
   kEmptyCache = 1 << 4,             // num_blocks = 0
   kUnalignedCache = 1 << 5,         // base and strides of K and V: multiples of 16 bytes
   kUnalignedQuery = 1 << 6,         // decode: 4 bytes (8-bit cache: 8); prefill: 16 bytes
@@ -52,6 +52,7 @@ enum Obstacle : uint32_t {
   kFusedGroup = 1 << 23,            // fused decode: up to 8 query heads per KV head
   kUnalignedProjection = 1 << 24,   // fused decode: vectors of 16 bytes
   kTokenScales = 1 << 25,           // prefill sm80; sm90: layout vllm, heads above 128
+  kTreeMask = 1 << 26,              // prefill: no tree mask
 };
 
 // Grid and splits of the SIMT kernel.
@@ -162,7 +163,7 @@ inline StageBytes stage_bytes(const PagedKv& kv, KvForm form, int padded_head_si
   const int element = size_of(kv.dtype);
   const int line_shift = may_pair_rows(form, padded_head_size, element) &&
                          kv.head_size == padded_head_size && rows_are_contiguous(kv) &&
-                         architecture >= 90;
+                         kv.block_size > 1 && architecture >= 90;
   int offset = kv.head_size * element * tokens, key = padded_head_size * element * tokens;
   if (form == KvForm::kSwizzledRows) {
     offset = row_columns(kv.head_size, element) * tokens * kColumnBytes >> line_shift;

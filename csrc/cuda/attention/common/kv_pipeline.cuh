@@ -10,11 +10,11 @@
 // Copies, sm_90 and later:
 //   kPackedPages   bulk copies of full pages of one head
 //   kPlainRows     bulk copies of full pages of one head, or TMA boxes of full rows
-//   kSwizzledRows  TMA boxes of up to 64 rows of 128 bytes
+//   kSwizzledRows  TMA boxes of up to 64 rows of 128 bytes; pages of one token: by lanes, as below
 //   kPackedBoxes   TMA boxes of 16 or 32 tokens
 // Older GPUs: all lanes copy 16 bytes at a time (cp.async). On sm_90 this also holds for
-// kSwizzledRows with rows of less than 128 bytes, unless kShared. kv_smem_layout.cuh has the
-// layouts of a stage.
+// kSwizzledRows with rows of less than 128 bytes or pages of one token, unless kShared.
+// kv_smem_layout.cuh has the layouts of a stage.
 //
 // Caches with a scale a token: lanes copy the scales of a stage, 16 bytes each (cp.async). They lie
 // behind the pipeline's stages: those of a stage's keys, then of its values.
@@ -298,10 +298,10 @@ class KvPipeline {
     const uint32_t stage = stages_address_ + producer_stage_ * layout_.stage_bytes;
     const uint32_t barrier = barriers_ + producer_stage_ * 8;
     const int pages = 1 << layout_.pages_shift;
-    // Lanes to pages: lane l has page l. kSwizzledRows: K, V of page 0, K, V of page 1, ...
-    // kPackedBoxes: K, V of box 0, K, V of box 1, ...
+    // Lanes to pages: lane l has page l. kSwizzledRows by boxes: K, V of page 0, K, V of page 1,
+    // ... kPackedBoxes: K, V of box 0, K, V of box 1, ...
     const int first_shift = is_whole(kForm)                  ? 0
-                            : kForm == KvForm::kSwizzledRows ? 1
+                            : kForm == KvForm::kSwizzledRows ? bulk(layout_)
                                                              : box_shift() + 1;
     const int page = lane_ >> first_shift & pages - 1;
     const int32_t block = __shfl_sync(0xffffffffu, blocks_, next_page_ + page);
@@ -337,6 +337,8 @@ class KvPipeline {
     }
     next_page_ += pages;
     first_token_ += token_step_;
+    // A stage of single tokens needs ids of its own. They arrive while the warp multiplies.
+    if (kForm == KvForm::kSwizzledRows && !bulk(layout_) && next_page_ == 32) look_up();
     if (++producer_stage_ == layout_.stages) {
       producer_stage_ = 0;
       producer_phase_ ^= 1;
@@ -546,8 +548,8 @@ class KvPipeline {
       const int row = layout_.chunk_divisor.divide(first + lane_);
       const int chunk = first + lane_ - row * layout_.chunks;
       const int of_row = row >> layout_.page_shift & (1 << layout_.pages_shift) - 1;
-      const int32_t row_block = __shfl_sync(0xffffffffu, block, of_row << 1);
-      const bool row_is_valid = __shfl_sync(0xffffffffu, is_valid, of_row << 1);
+      const int32_t row_block = __shfl_sync(0xffffffffu, block, of_row);
+      const bool row_is_valid = __shfl_sync(0xffffffffu, is_valid, of_row);
       if (!row_is_valid || row >= kTokens || first_token_ + row >= seq_len_) continue;
       const int64_t token = first_token_ + row & page_mask;
       const uint32_t to = stage + chunk / 8 * kColumnStride<kTokens> + row * kColumnBytes +
@@ -647,7 +649,8 @@ void set_stage_layout(const PagedKv& kv, PipelineLayout& pipeline, KvStageLayout
   pipeline.line_shift = static_cast<uint8_t>(bytes.line_shift);
   pipeline.key_offset = bytes.key_offset;
   pipeline.stage_bytes = bytes.total;
-  pipeline.by_lanes = kv.head_size * kBytes << pipeline.line_shift < kColumnBytes;
+  pipeline.by_lanes =
+      kv.block_size == 1 || kv.head_size * kBytes << pipeline.line_shift < kColumnBytes;
   pipeline.copy_lanes = (is_whole(kForm) ? 1 : 2 * pipeline.columns) << pipeline.pages_shift;
   pipeline.copy_stages = 32 / pipeline.copy_lanes;
   pipeline.lane_divisor = FastDivisor(pipeline.copy_lanes);

@@ -1,5 +1,5 @@
-// Score modifications of all attention kernels: softcap and ALiBi (modify_scores), causal and
-// window mask, and the sink at a row's end. All scores are in log2 units. The order is scale,
+// Score modifications of all attention kernels: softcap and ALiBi (modify_scores), causal, window
+// and tree mask, and the sink at a row's end. All scores are in log2 units. The order is scale,
 // softcap, ALiBi, mask.
 #pragma once
 #include "cuda/base/ptx.cuh"
@@ -52,6 +52,13 @@ __device__ __forceinline__ float adjusted_score(const PagedAttentionParams& p, c
       p, cap, [&] { return ScoreRow{head, distance}; },
       [&](const auto& modified) { score = modified(score, 0); });
   return score;
+}
+
+// Whether the tree mask hides a token from query token `index` of a sequence, in row `row` of
+// query. `other` counts from the sequence's query token 0, as `index` does.
+__device__ __forceinline__ bool tree_hides(const PagedAttentionParams& p, int row, int index,
+                                           int other) {
+  return p.tree_mask.any() && !p.tree_mask.sees(row, index, other);
 }
 
 // Epilogue of a row, after all of its tokens and with its sink. The output is `scale` times sum

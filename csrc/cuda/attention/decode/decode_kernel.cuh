@@ -195,7 +195,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   // primary kernel has ended. That kernel may still write the lengths and tables. So both are read
   // again after the wait, with the first pages in flight. If they differ, the prologue is repeated.
   // One copy of the code serves first and later tiles: i-cache misses dominate a one-tile CTA.
+  // (Pages of one token: the ids of the first stages are more than a warp has lanes.)
   bool speculative = !kMultiWarp && Scheduler::may_speculate(p);
+  if (kForm == KvForm::kSwizzledRows) speculative &= p.kv.block_size > 1;
   if (!speculative && !p.kv_ready) wait_at_start(p);
   uint32_t count = UINT32_MAX;  // work tiles, once there is a schedule
   bool has_tile = false;        // whether a previous work tile is still to be combined and written
@@ -396,8 +398,11 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     const auto adjust = [&](float score, int t, int j, int token) {
       const int row = min(first_row + Mma::row_of(lane, t, j), rows.count - 1);
       const QueryRow query_row = query_row_of(shape.work, work_tile, rows, row);
-      return adjusted_score(p, shape.cap, query_row.head,
-                            first + token - rows.position - query_row.token, score);
+      const int other = first + token - rows.position;
+      if (tree_hides(p, work_tile.sequence.first_query + query_row.token, query_row.token, other)) {
+        return -INFINITY;
+      }
+      return adjusted_score(p, shape.cap, query_row.head, other - query_row.token, score);
     };
 
     const int stages = opaque(work_tile.stages);

@@ -272,8 +272,10 @@ __device__ __forceinline__ void attend(
         const auto adjust = [&](float score, int t, int j, int token) {
           const int row = min(Mma::row_of(lane, t, j), mine.count - 1);
           const QueryRow query_row = query_row_of(shape.work, work_tile, mine, row);
-          return adjusted_score(p, shape.cap, query_row.head,
-                                first + token - mine.position - query_row.token, score);
+          const int other = first + token - mine.position;
+          score = adjusted_score(p, shape.cap, query_row.head, other - query_row.token, score);
+          const int query = work_tile.sequence.first_query + query_row.token;
+          return tree_hides(p, query, query_row.token, other) ? -INFINITY : score;
         };
         mma.template step<kUsed, false>(keys, pipeline.value(), scales, tokens, adjust, release,
                                         shape.stage_layout, lane);

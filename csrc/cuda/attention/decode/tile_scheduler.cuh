@@ -42,6 +42,7 @@ struct WorkShape {
   int combine_share;      // flag-in-data: stages less for the last split, which combines
   int slots;              // workspace slots for partials with semaphores
   bool may_flag_in_data;  // result of may_flag_in_data()
+  bool has_tree_mask;
   float max_split_share;  // with more query tiles than CTAs: largest split / a CTA's share
   FastDivisor group_divisor;
 
@@ -138,6 +139,7 @@ inline WorkShape work_shape(const PagedAttentionParams& p, int row_shift, int st
           .stage_shift = stage_shift,
           .slots = workspace_slots(row_shift, padded),
           .may_flag_in_data = may_flag_in_data(ctas, row_shift, padded),
+          .has_tree_mask = p.tree_mask.any(),
           .group_divisor = FastDivisor(group)};
 }
 
@@ -378,8 +380,10 @@ class TileScheduler {
 struct TileRows {
   int first;  // among the sequence's query_len * group rows
   int count;
-  int position;   // KV position of the sequence's query token 0
-  int low, high;  // KV positions of the tile's first and last query token
+  int position;  // KV position of the sequence's query token 0
+  // KV positions of the tile's first and last query token. With a tree mask, `low` is the last
+  // position before the query tokens: every row sees the tokens up to `low`.
+  int low, high;
 };
 
 __device__ __forceinline__ TileRows tile_rows(const WorkShape& shape, const WorkTile& work_tile) {
@@ -387,7 +391,9 @@ __device__ __forceinline__ TileRows tile_rows(const WorkShape& shape, const Work
   rows.first = work_tile.m_block << shape.row_shift;
   rows.count = min(shape.rows(), work_tile.sequence.query_len * shape.group - rows.first);
   rows.position = work_tile.sequence.seq_len - work_tile.sequence.query_len;
-  rows.low = rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
+  rows.low = shape.has_tree_mask
+                 ? rows.position - 1
+                 : rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
   rows.high =
       rows.position + static_cast<int>(shape.group_divisor.divide(rows.first + rows.count - 1));
   return rows;

@@ -49,6 +49,7 @@ struct TokenRange {
   int first_key;  // row of contiguous keys; 0 for pages
   int query;      // row of query and out; -1: no sequence owns it
   int position;   // of the query token in its sequence
+  int index;      // of it among the sequence's query tokens
 };
 
 __device__ __forceinline__ int sequence_of_query(const PagedAttentionParams& p, int query) {
@@ -78,7 +79,8 @@ __device__ __forceinline__ TokenRange tokens_of_query(const PagedAttentionParams
           .seq_len = keys.count,
           .first_key = keys.first,
           .query = index >= 0 && index < queries.count ? query : -1,
-          .position = position};
+          .position = position,
+          .index = index};
 }
 
 // A warp's running result for the CTA's query heads. Lane l has dimensions l, l + 32, ...
@@ -138,6 +140,7 @@ struct SimtCta {
 
   // Bit `head` is set if the token is visible to that head.
   __device__ __forceinline__ uint32_t visible_heads(int token) const {
+    if (tree_hides(p, tokens.query, tokens.index, token - tokens.position + tokens.index)) return 0;
     if (!p.sparse.on()) return (1u << heads.count) - 1;
     uint32_t bits = 0;
     for (int head = 0; head < heads.count; ++head) {
