@@ -82,7 +82,6 @@ void launch(const CombineAttnPartialsParams& params, Stream stream);
 // --- sampling
 // Bytes of `scratch` that the three launchers below need for so many samples; often none.
 int64_t sampling_scratch_bytes(const LogitRows& logits, int64_t samples);
-int64_t sampling_scratch_bytes(const SampleParams& params);
 void launch(const SampleParams& params, Stream stream);
 void launch(const TokenLogprobsParams& params, Stream stream);
 void launch(const SoftmaxParams& params, Stream stream);

@@ -74,7 +74,8 @@ int padded_for_prefill(int head_size) {
 // Whether lanes copy pages of one token (kv_pipeline.cuh). The binding describes such pages of
 // layout vllm as HND. Scales of tokens are copied 4 at a time.
 bool has_single_tokens(const PagedAttentionParams& p) {
-  return p.kv.block_size == 1 && p.kv.layout != KvLayout::kVllm && !p.token_scales.any();
+  return p.kv.block_size == 1 && p.kv.layout != KvLayout::kVllm && !p.token_scales.any() &&
+         int64_t{p.max_query_len} * group_of(p) <= kSingleTokenRows;
 }
 
 // Obstacles of the tensor-core kernels for pages: decode and prefill sm90.
@@ -464,7 +465,8 @@ constexpr Words kObstacleWords[] = {
     {kFloat32, "tensor cores need a float16 or bfloat16 query"},
     {kBlockSparse, "only the SIMT kernel has block-sparse patterns"},
     {kSharedMemoryTooSmall, "shared memory is too small"},
-    {kSmallPages, "tensor cores need pages of 1 token, or of 8 (8-bit layout vllm: 16)"},
+    {kSmallPages,
+     "tensor cores need pages of 8 tokens (8-bit layout vllm: 16), or of 1 with up to 16 rows"},
     {kEmptyCache, "the cache has no blocks"},
     {kUnalignedCache, "K or V: base or strides are no multiples of 16 bytes"},
     {kUnalignedQuery, "query: base or token stride is unaligned (16 bytes are always right)"},

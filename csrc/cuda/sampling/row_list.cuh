@@ -28,16 +28,15 @@ __device__ __forceinline__ void count_highest(Bins& bins, uint32_t highest, int 
 }
 
 // Sends this CTA's tokens of at least `edge` to the first CTA. Returns how many the row has. The
-// first CTA's counter is the same for all, so a CTA adds to it once. each_own(body) calls
-// body(ordered bits, token) for the thread's tokens; `highest` is the highest of them.
-template <typename Cluster, typename EachOwn>
-__device__ __forceinline__ int send_to_list(SelectShared& shared, const EachOwn& each_own,
-                                            const Highest& highest, uint32_t edge, int attempt) {
+// first CTA's counter is the same for all, so a CTA adds to it once.
+template <typename T, typename Cluster>
+__device__ __forceinline__ int send_to_list(SelectShared& shared, const Slice& slice,
+                                            uint32_t highest, uint32_t edge, int attempt) {
   const uint32_t lowest = edge > 0 ? edge : 1;
   List* list = Cluster::peer(&shared.list, 0);
   int mine = 0;
-  if (highest.ordered >= lowest) {
-    each_own([&](uint32_t ordered, int) { mine += ordered >= lowest; });
+  if (highest >= lowest) {
+    for_each_own<T>(slice, [&](uint32_t ordered, int) { mine += ordered >= lowest; });
   }
   const BlockSum sum = block_sum(shared, mine);
   if (threadIdx.x == 0) {
@@ -47,13 +46,12 @@ __device__ __forceinline__ int send_to_list(SelectShared& shared, const EachOwn&
   __syncthreads();
   int at = shared.list_begin + static_cast<int>(sum.before);
   if (mine > 0 && at + mine <= kRowThreads) {
-    const auto put = [&](uint32_t ordered, int token) {
+    for_each_own<T>(slice, [&](uint32_t ordered, int index) {
       if (ordered < lowest) return;
       list->ordered[at] = ordered;
-      list->tokens[at] = static_cast<uint32_t>(token);
+      list->tokens[at] = static_cast<uint32_t>(slice.begin + index);
       ++at;
-    };
-    mine == 1 ? put(highest.ordered, highest.token) : each_own(put);
+    });
   }
   Cluster::sync();
   return list->sizes[attempt];
@@ -61,19 +59,18 @@ __device__ __forceinline__ int send_to_list(SelectShared& shared, const EachOwn&
 
 // Lists at least `count` <= kMaxListed tokens. The current bins count the threads' highest tokens
 // of round 0. Returns the number of listed tokens, more than kRowThreads if they do not fit. The
-// first CTA must not end before the others. each_own: see send_to_list().
-template <typename Cluster, typename EachOwn>
-__device__ __forceinline__ int list_highest(SelectShared& shared, BinSets& sets,
-                                            const EachOwn& each_own, const Highest& highest,
-                                            uint32_t count) {
+// first CTA must not end before the others.
+template <typename T, typename Cluster>
+__device__ __forceinline__ int list_highest(SelectShared& shared, BinSets& sets, const Slice& slice,
+                                            uint32_t highest, uint32_t count) {
   Radix found;
   int size = 0;
 #pragma unroll 1
   for (int round = 0; round < 2; ++round) {
-    if (round > 0) count_highest(shared.bins[sets.current], highest.ordered, round, found);
+    if (round > 0) count_highest(shared.bins[sets.current], highest, round, found);
     finish_round<Cluster, false>(shared, sets, round, found,
                                  [&](uint64_t, int) { return uint64_t{count}; });
-    size = send_to_list<Cluster>(shared, each_own, highest, found.prefix, round);
+    size = send_to_list<T, Cluster>(shared, slice, highest, found.prefix, round);
     if (size <= kRowThreads || found.prefix == 0) break;
   }
   return size;

@@ -105,8 +105,8 @@ __device__ __forceinline__ void load_slice(const LogitRows& logits, int64_t row,
   }
 }
 
-// body(ordered bits, token) for the tokens of a kept slice that load_slice<T>() visits in this
-// thread. The last ones may be padding, which is 0.
+// body(ordered bits, index in the slice) for the tokens that load_slice<T>() visits in this thread.
+// The last ones may be padding, which is 0.
 template <typename T, typename Body>
 __device__ __forceinline__ void for_each_own(const Slice& slice, const Body& body) {
   constexpr int kQuads = kVecWidth<T> / 4;
@@ -114,20 +114,19 @@ __device__ __forceinline__ void for_each_own(const Slice& slice, const Body& bod
   for (int at = threadIdx.x; at * kVecWidth<T> < slice.size; at += kRowThreads) {
 #pragma unroll
     for (int quad = at * kQuads; quad < (at + 1) * kQuads; ++quad) {
-      for_each_of(slice.vec(quad),
-                  [&](uint32_t ordered, int i) { body(ordered, slice.begin + 4 * quad + i); });
+      for_each_of(slice.vec(quad), [&](uint32_t ordered, int i) { body(ordered, 4 * quad + i); });
     }
   }
 }
 
-// The memory of the CTA's slice: shared, or its part of `scratch`.
-template <typename Cluster, bool kInShared = (Cluster::kSize > 1)>
+// The memory of the CTA's slice: shared in a cluster, else its part of `scratch`.
+template <typename Cluster>
 __device__ __forceinline__ uint32_t* slice_memory(uint32_t* scratch, int64_t row, int tokens) {
-  if constexpr (kInShared) {
+  if constexpr (Cluster::kSize > 1) {
     extern __shared__ __align__(16) uint32_t dynamic_shared[];
     return dynamic_shared;
   } else {
-    return scratch + (row * Cluster::kSize + Cluster::rank()) * tokens;
+    return scratch + row * tokens;
   }
 }
 

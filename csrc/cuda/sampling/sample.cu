@@ -1,10 +1,7 @@
 // sample and top_k_top_p_mask_ (ops/sampling/sample.h), one launch: a cluster of CTAs per row.
 //
 //   grid      a cluster of 8 CTAs per row on sm_90, each with an eighth of the row in shared
-//             memory; else one CTA per row, with the row in global scratch.
-//             Many rows of which short lists are expected have clusters of 4 that keep no row.
-//             They fit together on the GPU, and the few threads that need a token again read it
-//             from L2. A row that needs all of its tokens goes to global scratch.
+//             memory; else one CTA per row, with the row in global scratch
 //   reads     the logits once. Bitmask and temperature are applied on the way; bias and penalties,
 //             which are sparse, in shared memory
 //   few       a small top-k: the first CTA gets a list of candidates (row_list.cuh) and finishes
@@ -21,7 +18,6 @@ namespace vllm_kernels::cuda {
 namespace {
 
 constexpr uint32_t kAllTies = 0xffffffffu;
-constexpr int kManyRowsCtas = 4;  // of a row in sample_many_kernel
 
 // Begins to bring the entries of a sample's list into L2. Returns whether it has any.
 template <typename Value>
@@ -47,38 +43,29 @@ __device__ __forceinline__ void for_each_entry(const TokenLists<Value>& lists, i
   __syncthreads();
 }
 
-// Reads this thread's tokens of the slice as ordered bits of logits after bitmask and temperature,
-// and calls visit(ordered bits, token). With `keeps` the slice gets them.
-template <typename T, typename Visit>
-__device__ __forceinline__ void read_row(const SampleParams& p, int64_t sample, float temperature,
-                                         bool aligned, const Slice& slice, bool keeps,
-                                         const Visit& visit) {
-  const bool divides = temperature != 1.0f;
-  const int32_t* words = p.bitmask.of(sample);
-  load_slice<T>(
-      p.logits, p.row_of(sample), aligned, slice, keeps,
-      [&](int token) { return p.bitmask.bits_from(words, token); },
-      [&](float logit, bool allowed) {
-        if (!allowed) logit = -INFINITY;
-        if (divides) logit = logit / temperature;
-        return ordered_bits(logit);
-      },
-      visit);
-}
-
-// Loads the slice as ordered bits of the final logits, and keeps them if asked. Returns the
-// thread's highest token. `sparse`: bias or penalties, which come before the temperature.
+// Loads the slice as ordered bits of the final logits. Returns the thread's highest token. Bias and
+// penalties come before the temperature.
 template <typename T>
 __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sample,
                                             const SampleRow& request, bool aligned,
-                                            const Slice& slice, bool sparse, bool keeps) {
+                                            const Slice& slice) {
+  const bool biased = prefetch_entries(p.bias, sample);
+  const bool sparse = prefetch_entries(p.counts, sample) || biased;
   const float temperature = request.temperature;
   const bool divides = temperature != 1.0f;
+  const int32_t* words = p.bitmask.of(sample);
   Highest highest;
-  read_row<T>(p, sample, sparse ? 1.0f : temperature, aligned, slice, keeps,
-              [&](uint32_t ordered, int token) {
-                if (!sparse) highest.visit(ordered, token);
-              });
+  load_slice<T>(
+      p.logits, p.row_of(sample), aligned, slice, !request.greedy || sparse,
+      [&](int token) { return p.bitmask.bits_from(words, token); },
+      [&](float logit, bool allowed) {
+        if (!allowed) logit = -INFINITY;
+        if (divides && !sparse) logit = logit / temperature;
+        return ordered_bits(logit);
+      },
+      [&](uint32_t ordered, int token) {
+        if (!sparse) highest.visit(ordered, token);
+      });
   if (!sparse) return highest;
   __syncthreads();
   for_each_entry(p.bias, sample, slice, [&](int at, float value) {
@@ -89,14 +76,13 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
     const float logit = from_ordered_bits(slice.ordered[at]);
     slice.ordered[at] = ordered_bits(Penalties::read(p, sample).apply(logit, value));
   });
-  for_each_own<T>(slice, [&](uint32_t ordered, int token) {
-    const int index = token - slice.begin;
+  for_each_own<T>(slice, [&](uint32_t ordered, int index) {
     if (index >= slice.size) return;
     if (divides) {
       ordered = ordered_bits(from_ordered_bits(ordered) / temperature);
       slice.ordered[index] = ordered;
     }
-    highest.visit(ordered, token);
+    highest.visit(ordered, slice.begin + index);
   });
   return highest;
 }
@@ -179,35 +165,25 @@ __device__ __forceinline__ void write_mask(const SampleParams& p, int64_t row, S
 }
 
 // Returns whether other CTAs may still read this CTA's shared memory.
-template <typename T, typename Cluster, bool kKeepsRows>
+template <typename T, typename Cluster>
 __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample, int64_t row,
                                            const Slice& slice, bool aligned, SelectShared& shared) {
   const int vocab_size = p.logits.vocab_size;
   const SampleRow request = SampleRow::read(p, sample);
-  const bool biased = prefetch_entries(p.bias, sample);
-  const bool sparse = prefetch_entries(p.counts, sample) || biased;
-  const bool lists = p.tokens != nullptr && request.counts(vocab_size) &&
-                     request.top_k <= kMaxListed && (kKeepsRows || !sparse);
-  const bool keeps = sparse || !(request.greedy || (lists && !kKeepsRows));
+  const bool lists =
+      p.tokens != nullptr && request.counts(vocab_size) && request.top_k <= kMaxListed;
   BinSets sets;
   Cluster::arrive();
   clear(shared.bins[0]);
   prepare_list(shared);
   __syncthreads();
-  const Highest highest = load_row<T>(p, sample, request, aligned, slice, sparse, keeps);
+  const Highest highest = load_row<T>(p, sample, request, aligned, slice);
   if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
   Cluster::wait();
   post_max_key<Cluster>(shared, highest.key());
   int size = INT32_MAX;
   if (lists) {
-    const auto each_own = [&](const auto& body) {
-      if constexpr (kKeepsRows) {
-        for_each_own<T>(slice, body);
-      } else {
-        read_row<T>(p, sample, request.temperature, aligned, slice, false, body);
-      }
-    };
-    size = list_highest<Cluster>(shared, sets, each_own, highest, request.top_k);
+    size = list_highest<T, Cluster>(shared, sets, slice, highest.ordered, request.top_k);
   } else {
     Cluster::sync();
   }
@@ -224,10 +200,6 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
                    [&](uint32_t token) { p.tokens[sample] = token; });
     return true;
   }
-  if (!kKeepsRows && !keeps) {  // the list was too long
-    read_row<T>(p, sample, request.temperature, aligned, slice, true, [](uint32_t, int) {});
-    __syncthreads();
-  }
   const Kept kept = choose<Cluster>(shared, sets, slice, request, vocab_size, max);
   if (p.tokens == nullptr) {
     write_mask<T, Cluster>(p, row, shared, slice, kept);
@@ -238,7 +210,7 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   return true;
 }
 
-template <typename T, typename Cluster, bool kKeepsRows = true>
+template <typename T, typename Cluster>
 __device__ __forceinline__ void sample_cluster(const SampleParams& p, int tokens, bool aligned) {
   __shared__ SelectShared shared;
   launch_dependents();
@@ -249,10 +221,9 @@ __device__ __forceinline__ void sample_cluster(const SampleParams& p, int tokens
     if (Cluster::rank() == 0 && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = -1;
     return;
   }
-  constexpr bool kInShared = kKeepsRows && Cluster::kSize > 1;
-  const Slice slice = slice_of<Cluster>(slice_memory<Cluster, kInShared>(p.scratch, sample, tokens),
+  const Slice slice = slice_of<Cluster>(slice_memory<Cluster>(p.scratch, sample, tokens),
                                         p.logits.vocab_size, tokens);
-  if (sample_row<T, Cluster, kKeepsRows>(p, sample, row, slice, aligned, shared)) Cluster::sync();
+  if (sample_row<T, Cluster>(p, sample, row, slice, aligned, shared)) Cluster::sync();
 }
 
 template <typename T>
@@ -264,52 +235,21 @@ __global__ void VLLM_KERNELS_CLUSTER(kClusterSize) __launch_bounds__(kRowThreads
 }
 
 template <typename T>
-__global__ void VLLM_KERNELS_CLUSTER(kManyRowsCtas) __launch_bounds__(kRowThreads, 2)
-    sample_many_kernel(const __grid_constant__ SampleParams p, int tokens, bool aligned) {
-#if defined(VLLM_KERNELS_HAS_SM90)
-  sample_cluster<T, RowCluster<kManyRowsCtas>, false>(p, tokens, aligned);
-#endif
-}
-
-template <typename T>
 __global__ void __launch_bounds__(kRowThreads)
     sample_kernel(const __grid_constant__ SampleParams p, int tokens, bool aligned) {
   sample_cluster<T, RowCluster<1>>(p, tokens, aligned);
 }
 
-// Whether sample_many_kernel runs: more clusters of 8 than fit at a time, and rows of which a list,
-// or the highest token alone, is expected.
-bool keeps_no_rows(const SampleParams& p) {
-  return p.tokens != nullptr && uses_cluster(p.logits.vocab_size) &&
-         (p.top_k != nullptr || p.temperature == nullptr) && p.bias.indptr == nullptr &&
-         p.counts.indptr == nullptr &&
-         p.num_samples * kClusterSize > 2 * current_device_model().num_sms;
-}
-
-int64_t scratch_bytes(const LogitRows& logits, int64_t rows, int ctas) {
-  return rows * ctas * slice_tokens(logits.vocab_size, ctas) * int64_t{sizeof(uint32_t)};
-}
-
 }  // namespace
 
 int64_t sampling_scratch_bytes(const LogitRows& logits, int64_t rows) {
-  return uses_cluster(logits.vocab_size) ? 0 : scratch_bytes(logits, rows, 1);
-}
-int64_t sampling_scratch_bytes(const SampleParams& p) {
-  return keeps_no_rows(p) ? scratch_bytes(p.logits, p.num_samples, kManyRowsCtas)
-                          : sampling_scratch_bytes(p.logits, p.num_samples);
+  if (uses_cluster(logits.vocab_size)) return 0;
+  return rows * slice_tokens(logits.vocab_size, 1) * int64_t{sizeof(uint32_t)};
 }
 
 void launch(const SampleParams& p, Stream stream) {
   dispatch_float(p.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    if (keeps_no_rows(p)) {
-      launch_kernel(p.op, sample_many_kernel<T>,
-                    dim3(grid_size(p.op, p.num_samples * kManyRowsCtas)), dim3(kRowThreads), 0,
-                    stream, p, slice_tokens(p.logits.vocab_size, kManyRowsCtas),
-                    reads_vecs(p.logits));
-      return;
-    }
     launch_clusters<sample_cluster_kernel<T>, sample_kernel<T>>(p.op, p, p.num_samples, stream);
   });
 }

@@ -129,8 +129,7 @@ __device__ __forceinline__ void token_logprobs_cluster(const TokenLogprobsParams
   const int num_top = min(p.num_top, p.logits.vocab_size);
   int listed = 0;
   if (num_top > 0) {
-    const auto each_own = [&](const auto& body) { for_each_own<T>(slice, body); };
-    listed = list_highest<Cluster>(shared, sets, each_own, own, num_top);
+    listed = list_highest<T, Cluster>(shared, sets, slice, own.ordered, num_top);
   } else {
     Cluster::sync();
   }

@@ -82,17 +82,12 @@ inline Bitmask read_bitmask(Expect& expect, const Tensor& bitmask,
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 
-// Launches with scratch for rows that shared memory does not hold. The allocator reuses it in the
+// Launches with scratch for rows that do not fit in shared memory. The allocator reuses it in the
 // order of the stream.
 template <typename Params>
 void launch_rows(Params params, int64_t samples, const Tensor& on) {
   const torch::stable::accelerator::DeviceGuard guard(on.device_index());
-  int64_t bytes = 0;
-  if constexpr (std::is_same_v<Params, SampleParams>) {
-    bytes = cuda::sampling_scratch_bytes(params);
-  } else {
-    bytes = cuda::sampling_scratch_bytes(params.logits, samples);
-  }
+  const int64_t bytes = cuda::sampling_scratch_bytes(params.logits, samples);
   std::optional<Tensor> scratch;
   if (bytes > 0) {
     scratch = empty({&bytes, 1}, aoti_torch_dtype_uint8(), on);

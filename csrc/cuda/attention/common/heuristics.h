@@ -88,6 +88,11 @@ constexpr int kGatherSlowRows = 16384;
 // Max bytes of the gathered K and V. (No row.)
 constexpr int64_t kMaxGatherBytes = int64_t{256} << 20;
 
+// Decode over pages of one token: max query rows of a sequence. A warp has 8 rows and reads K and V
+// again for the next 8. (small_ops/pages.md, H100, 32 x 4k: 16 rows 425 to 284 us; 32 rows 426 to
+// 555.)
+constexpr int kSingleTokenRows = 16;
+
 // SIMT: min tokens of a split, as in vLLM's paged_attention_v2. (v1_v2_on_decode.md, float32, 1 x
 // 8k: 4160 us without splits, 289 us with them.)
 constexpr int kSimtSplitTokens = 512;

@@ -29,7 +29,7 @@ enum Obstacle : uint32_t {
   kFloat32 = 1 << 0,      // tensor cores: query of 16 bits
   kBlockSparse = 1 << 1,  // only the SIMT kernel has block-sparse patterns
   kSharedMemoryTooSmall = 1 << 2,
-  kSmallPages = 1 << 3,             // tensor cores: pages of 1, 8 or more tokens (8-bit vllm: 16)
+  kSmallPages = 1 << 3,             // tensor cores: pages of 8 tokens (8-bit vllm: 16), or of 1
   kEmptyCache = 1 << 4,             // num_blocks = 0
   kUnalignedCache = 1 << 5,         // base and strides of K and V: multiples of 16 bytes
   kUnalignedQuery = 1 << 6,         // decode: 4 bytes (8-bit cache: 8); prefill: 16 bytes
