@@ -52,7 +52,7 @@ struct TreeMask {
   VLLM_KERNELS_HOST_DEVICE int32_t bits() const { return 32 * halves; }
   // Whether query token `index` of a sequence, in row `row` of query, sees the token that comes
   // `other` tokens after the sequence's query token 0. Tokens before that one are visible.
-  VLLM_KERNELS_HOST_DEVICE bool sees(int32_t row, int32_t index, int32_t other) const {
+  VLLM_KERNELS_HOST_DEVICE bool is_visible(int32_t row, int32_t index, int32_t other) const {
     if (other < 0 || other == index) return true;
     if (other >= bits()) return false;
     return (words[int64_t{row} * halves + other / 32] >> other % 32 & 1) != 0;

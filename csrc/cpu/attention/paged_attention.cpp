@@ -294,8 +294,8 @@ class PagedAttentionTask {
     const VisibleRange visible = visible_[query];
     float* probs = probs_ + row * kKvBlockTokens;
     const bool any = visible.begin < visible.end;
-    const bool sees_all = !p_.tree_mask.any() || first + kKvBlockTokens <= tile.first_new;
-    if (visible.begin == 0 && visible.end == kKvBlockTokens && plain_scores_ && sees_all) {
+    const bool all_visible = !p_.tree_mask.any() || first + kKvBlockTokens <= tile.first_new;
+    if (visible.begin == 0 && visible.end == kKvBlockTokens && plain_scores_ && all_visible) {
       return softmax_full_row(row);
     }
     if (any) {
@@ -405,7 +405,8 @@ class PagedAttentionTask {
     const int32_t index = tile.first_position + query - tile.first_new;
     for (int lane = 0; lane < kLanes; ++lane) {
       const int32_t other = token + lane - tile.first_new;
-      if (!p_.tree_mask.sees(tile.first_token + query, index, other)) score[lane] = -kInfinity;
+      if (!p_.tree_mask.is_visible(tile.first_token + query, index, other))
+        score[lane] = -kInfinity;
     }
     return score;
   }

@@ -136,8 +136,8 @@ class Arguments {
   size_t count_ = 0;
 };
 
-// Throws the first finding of earlier CUDA ops' finished scans, without a sync (index_check.h). Does
-// nothing without check mode.
+// Throws the first finding of earlier CUDA ops' finished scans, without a sync (index_check.h).
+// Does nothing without check mode.
 void raise_bad_index();
 
 // The checks of one call of an op.

@@ -1,6 +1,6 @@
 // The last step of a binding: the launch on this library's device. Every file of torch_ops (but
-// library.cpp and op_namespace.cpp) is compiled twice: for libvllm_kernels.so (CPU) and for libvllm_kernels_cuda.so
-// (CUDA, with VLLM_KERNELS_DEVICE_CUDA).
+// library.cpp and op_namespace.cpp) is compiled twice: for libvllm_kernels.so (CPU) and for
+// libvllm_kernels_cuda.so (CUDA, with VLLM_KERNELS_DEVICE_CUDA).
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>

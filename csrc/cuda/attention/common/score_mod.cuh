@@ -58,7 +58,7 @@ __device__ __forceinline__ float adjusted_score(const PagedAttentionParams& p, c
 // query. `other` counts from the sequence's query token 0, as `index` does.
 __device__ __forceinline__ bool tree_hides(const PagedAttentionParams& p, int row, int index,
                                            int other) {
-  return p.tree_mask.any() && !p.tree_mask.sees(row, index, other);
+  return p.tree_mask.any() && !p.tree_mask.is_visible(row, index, other);
 }
 
 // Epilogue of a row, after all of its tokens and with its sink. The output is `scale` times sum
