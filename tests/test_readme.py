@@ -83,7 +83,9 @@ PRINTED = {
     ("docs/sampling.md", "flashinfer"): r"torch.int32 True",
     ("docs/sparq.md", "value_mean_update"): r"torch.Size\(\[1, 8, 64\]\) \[1000\]",
     ("docs/speculative_decoding.md", "PromptLookup"): r"True True",
-    ("docs/speculative_decoding.md", "tree_mask"): r"torch\.Size\(\[5, 8, 64\]\) \[1, 3, 5, 11, 21\]",
+    ("docs/speculative_decoding.md", "tree_mask"): (
+        r"torch\.Size\(\[5, 8, 64\]\) \[1, 3, 5, 11, 21\]"
+    ),
     ("docs/structured_output.md", "NoRepetition"): r"True",
     ("docs/serving.md", "threading"): (
         r"(?s).+\nEngine: prompt: expected fewer than 256 tokens \(max_length\), got 600"
