@@ -478,13 +478,13 @@ def attend(op: str) -> Call:
         of_tokens = torch.rand(2, cache.blocks, cache.heads, cache.block_size)
         scales = {"k_scale": None, "v_scale": None,
                   "k_token_scales": of_tokens[0], "v_token_scales": of_tokens[1]}  # fmt: skip
-    views = {"sliding_window": choice([0, 5]), "window_right": choice([0, 0, -1, 3])}
+    visible = {"sliding_window": choice([0, 5]), "window_right": choice([0, 0, -1, 3])}
     if random.random() < 0.2:
         words = torch.randint(256, (tokens,)).to(choice([torch.int32, torch.int64]))
-        views = {"sliding_window": 0, "window_right": 0, "tree_mask": words}
+        visible = {"sliding_window": 0, "window_right": 0, "tree_mask": words}
     return {
         "out": unset_like(query), "lse": maybe(unset(tokens, heads)), "query": query,
-        **cache.caches(), **pages, "query_start_loc": starts, **scores(heads), **views, **scales,
+        **cache.caches(), **pages, "query_start_loc": starts, **scores(heads), **visible, **scales,
         "layout": cache.layout, "max_query_len": 1 if starts is None else 3, "workspace": None,
         "fixed_split_size": choice([0, 0, 16]), "kv_ready": choice([True, False]),
     }  # fmt: skip

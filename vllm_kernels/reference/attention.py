@@ -279,9 +279,8 @@ def _attention(
         if len(tokens) > 1:  # one query token: all of the window are visible
             unseen = _outside(distance, left, right)
         if tree_mask is not None:
-            hides = _tree_hides(
-                tree_mask[rows], position - starts[seq] - after, seen - starts[seq] - after
-            )
+            first_new = starts[seq] + after
+            hides = _tree_hides(tree_mask[rows], position - first_new, seen - first_new)
             unseen = hides if unseen is None else unseen | hides
         if unseen is not None:
             logits = logits.masked_fill(unseen, -torch.inf)

@@ -403,8 +403,9 @@ class PagedAttentionTask {
   // -inf for tokens [token, token + kLanes) of the sequence that the tree mask hides.
   Vec masked_by_tree(const WorkTile& tile, int query, int32_t token, Vec score) const {
     const int32_t index = tile.first_position + query - tile.first_new;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const int32_t other = token + lane - tile.first_new;
+    const int32_t visible = tile.first_new - token;  // lanes before the query tokens
+    for (int32_t lane = visible > 0 ? visible : 0; lane < kLanes; ++lane) {
+      const int32_t other = lane - visible;
       if (!p_.tree_mask.is_visible(tile.first_token + query, index, other))
         score[lane] = -kInfinity;
     }

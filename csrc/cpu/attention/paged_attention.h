@@ -64,8 +64,8 @@ int64_t for_each_work_tile(const PagedAttentionPlan& plan, int64_t begin, int64_
       tile.seq = seq;
       tile.first_token = range.first + query;
       tile.queries = min_int32(plan.queries_per_tile, range.count - query);
-      tile.first_position = keys.count - range.count + query;
       tile.first_new = keys.count - range.count;
+      tile.first_position = tile.first_new + query;
       tile.keys = keys;
       const VisibleTokens visible = visible_tokens(
           p, tile.first_position, tile.first_position + tile.queries - 1, keys.count);

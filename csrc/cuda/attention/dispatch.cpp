@@ -71,8 +71,8 @@ int padded_for_prefill(int head_size) {
   return 256;
 }
 
-// Whether lanes copy pages of one token (kv_pipeline.cuh). The binding describes such pages of
-// layout vllm as HND. Scales of tokens are copied 4 at a time.
+// Whether lanes copy pages of one token (kv_pipeline.cuh). paged_attention's binding describes such
+// pages of layout vllm as HND. Scales of tokens are copied 4 at a time.
 bool has_single_tokens(const PagedAttentionParams& p) {
   const bool few_rows = int64_t{p.max_query_len} * group_of(p) <= kSingleTokenRows;
   return p.kv.block_size == 1 && p.kv.layout != KvLayout::kVllm && !p.token_scales.any() &&

@@ -11,8 +11,7 @@ namespace vllm_kernels {
 // At most one query token a sequence: v1, v2, and on a CPU any plain decode.
 void launch_decode(const PagedAttentionParams& params, const Tensor& query);
 
-// Runs the kernel of paged_attention; `workspace` from read_workspace(), or null. The caller throws
-// findings of check mode before its first launch.
+// Runs the kernel of paged_attention; `workspace` from read_workspace(), or null.
 void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
                             void* workspace);
 

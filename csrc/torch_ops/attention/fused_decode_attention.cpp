@@ -6,7 +6,6 @@
 #include "torch_ops/attention/attention_arguments.h"
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/device.h"
-#include "torch_ops/base/index_check.h"
 #include "torch_ops/cache/paged_kv.h"
 #include "torch_ops/rope/rope_and_cache.h"
 

@@ -16,7 +16,7 @@
 namespace vllm_kernels {
 namespace {
 
-// Whether the mask fits the call: causal, without a window, and a bit for each query token.
+// Reads the mask of a call that is causal, without a window, and has a bit for each query token.
 TreeMask read_tree_mask(Expect& expect, const PagedAttentionParams& params, const Tensor& tree_mask,
                         Queries& queries, Arguments& read) {
   Argument mask = expect.tensor("tree_mask", tree_mask).shape({&queries.num_tokens}).contiguous();

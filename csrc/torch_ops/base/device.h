@@ -14,7 +14,6 @@
 #else
 #include "cpu/kernels.h"
 #endif
-#include "torch_ops/base/index_check.h"
 #include "torch_ops/base/op_namespace.h"
 #include "torch_ops/base/schema_types.h"
 

@@ -28,8 +28,8 @@ struct UsedColumns {
 //   CPU   scans on every call and throws before anything is written:
 //         reshape_and_cache: slot_mapping[5] = 999: expected -1 (skipped) or a slot in [0, 512)
 //   CUDA  does nothing: the kernel contains bad values. With VLLM_KERNELS_CHECK=1 it enqueues a
-//         scan. The next op, or vllm_kernels.check(), throws its finding in the same words: an
-//         Expect of another call.
+//         scan. Its finding is thrown in the same words when the next call of an op makes its
+//         Expect, or by vllm_kernels.check().
 void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
                  const UsedColumns& used = {});
 

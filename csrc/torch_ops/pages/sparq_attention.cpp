@@ -12,7 +12,6 @@
 #include "torch_ops/attention/attention_arguments.h"
 #include "torch_ops/base/allocate.h"
 #include "torch_ops/base/device.h"
-#include "torch_ops/base/index_check.h"
 #include "torch_ops/cache/paged_kv.h"
 
 namespace vllm_kernels {
