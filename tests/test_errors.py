@@ -37,6 +37,12 @@ def varlen(**options: object) -> object:
     return vk.varlen_attention(QUERY, QUERY, QUERY, STARTS, STARTS, **options)
 
 
+def sparq(query: object = QUERY, **options: object) -> object:
+    return vk.sparq_attention(
+        query, PAGES, PAGES, TABLE, LENS, **{"r": 16, "k": 16, "layout": "NHD", **options}
+    )
+
+
 def cascade(query: object = QUERY, table: object = TABLE, common: object = 1) -> object:
     return vk.cascade_attention(query, PAGES, PAGES, table, LENS, common, layout="NHD")
 
@@ -56,6 +62,17 @@ KINDS = {
     "scale": (
         lambda: attend(k_scale=1.0),
         "k_scale: expected a float32 tensor of one element or [num_kv_heads], got 1.0",
+    ),
+    "an lse": (lambda: attend(return_lse=STARTS), "return_lse: expected a bool, got a tensor"),
+    "varlen": (lambda: varlen(return_lse=STARTS), "return_lse: expected a bool, got a tensor"),
+    "sparq": (lambda: sparq(return_lse=STARTS), "sparq_attention: return_lse: expected a bool"),
+    "sparq query": (
+        lambda: sparq(QUERY.numpy()),
+        "sparq_attention: query: expected a tensor, got ndarray",
+    ),
+    "sparq mean": (
+        lambda: sparq(QUERY.numpy(), mean_value=QUERY[:, :2]),
+        "query: expected a tensor, got nda",
     ),
     "window": (lambda: varlen(window=4), "window: expected (left, right), got 4"),
     "short window": (

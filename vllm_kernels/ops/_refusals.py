@@ -75,6 +75,8 @@ def _wrong_kind(op: str, given: Mapping[str, object], scales_of: str) -> Invalid
     named = any(argument.name == "window" for argument in arguments)
     if "window" in given and not named and not _is_window(given["window"]):
         return InvalidType(f"{op}: window: expected (left, right), got {_short(given['window'])}")
+    if isinstance(given.get("return_lse"), Tensor):  # no argument of the op
+        return InvalidType(f"{op}: return_lse: expected a bool, got a tensor")
     for argument in arguments:
         if argument.name not in given:
             continue

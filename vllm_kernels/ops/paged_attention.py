@@ -342,10 +342,11 @@ def paged_attention(
         last = kv_indptr, max_pages, k_token_scales, v_token_scales
     if tree_mask is not None:
         check_tensors("paged_attention", tree_mask=tree_mask)
-        tree_mask = tree_mask.view(_SIGNED.get(tree_mask.dtype, tree_mask.dtype))
-        last = kv_indptr, max_pages, k_token_scales, v_token_scales, tree_mask
     op = _traced if is_dynamo_compiling() else _direct
     try:
+        if tree_mask is not None:
+            tree_mask = tree_mask.view(_SIGNED.get(tree_mask.dtype, tree_mask.dtype))
+            last = kv_indptr, max_pages, k_token_scales, v_token_scales, tree_mask
         if scale is None:
             scale = max(1, query.shape[-1]) ** -0.5
         if max_query_len is None:

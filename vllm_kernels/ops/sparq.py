@@ -10,6 +10,7 @@ from torch import Tensor
 from .._types import Layout
 from ..errors import InvalidArgument, Unsupported
 from ._common import calls, shape_of
+from ._refusals import refused
 
 __all__ = ["sparq_attention", "value_mean_update"]
 
@@ -195,11 +196,14 @@ def sparq_attention(
         scale = max(1, head_size) ** -0.5
     if window is None:
         window = k // 4 if isinstance(k, int) else 0
-    if isinstance(mean_value, Tensor):
-        mean_value = mean_value.to(query.dtype)
-    if out is None:
-        out = query.new_empty(num_seqs, num_heads, head_size)
-    lse = query.new_empty(num_seqs, num_heads, dtype=torch.float32) if return_lse else None
+    try:
+        if isinstance(mean_value, Tensor):
+            mean_value = mean_value.to(query.dtype)
+        if out is None:
+            out = query.new_empty(num_seqs, num_heads, head_size)
+        lse = query.new_empty(num_seqs, num_heads, dtype=torch.float32) if return_lse else None
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise refused(op, error, locals()) from None
     call.sparq_attention(
         out, lse, query, key_cache, value_cache, block_tables, seq_lens, scale, r, k, window,
         sink_tokens, select, mean_value, k_scale, v_scale, layout, workspace,

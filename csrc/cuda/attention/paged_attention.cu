@@ -53,15 +53,23 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
   kernel(p, choice, launch, stream);
 }
 
+PagedAttentionParams with_rows(const PagedAttentionParams& given) {
+  PagedAttentionParams p = given;
+  p.kv = given.kv.with_rows();
+  return p;
+}
+
 }  // namespace
 
-int64_t gather_scratch_bytes(const PagedAttentionParams& p) {
+int64_t gather_scratch_bytes(const PagedAttentionParams& given) {
+  const PagedAttentionParams p = with_rows(given);
   if (int64_t{p.max_query_len} * p.num_heads < int64_t{kGatherRows} * p.kv.num_kv_heads) return 0;
   return gather_bytes(p, choose_kernel(p, current_device_model()).gathered_rows);
 }
 
-void launch_paged_attention(const PagedAttentionParams& p, void* memory, void* scratch,
+void launch_paged_attention(const PagedAttentionParams& given, void* memory, void* scratch,
                             Stream stream) {
+  const PagedAttentionParams p = with_rows(given);
   const AttentionChoice choice = choose_kernel(p, current_device_model());
   check_fixed_split(p, choice.main);
   if (choice.has_concurrent_decode) {

@@ -28,4 +28,14 @@ constexpr bool kHasCodeForOthers = true;
 constexpr bool kHasCodeForOthers = false;
 #endif
 
+// A constant of sm_90a, measured there, or the one of all other architectures. With the first one
+// ptxas would spill registers on some of those.
+constexpr int sm90a_or([[maybe_unused]] int sm90a, [[maybe_unused]] int others) {
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+  return sm90a;
+#else
+  return others;
+#endif
+}
+
 }  // namespace vllm_kernels::cuda

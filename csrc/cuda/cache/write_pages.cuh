@@ -28,7 +28,7 @@ namespace vllm_kernels::cuda {
 template <typename T, typename C, bool kMany>
 constexpr int kResident = !kMany || kVecWidth<C> > 2 * kVecWidth<T> ? 2
                           : kIs8Bit<C>                              ? 3
-                                                                    : 6;
+                                                                    : sm90a_or(6, 5);
 
 struct PagesWrite : CacheWrite {
   FastDivisor by_head_size;

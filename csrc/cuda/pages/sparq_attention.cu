@@ -305,7 +305,7 @@ __device__ __forceinline__ void keep_all(const SparqParams& p, const SparqRow& r
 }
 
 template <typename C, bool kAligned>
-__global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
+__global__ void __launch_bounds__(kRowThreads, kAligned ? sm90a_or(kCtasPerSm, 1) : 1)
     sparq_attention_kernel(const __grid_constant__ SparqParams p, int first_row, int chunk_tokens,
                            uint32_t* counters) {
   // SparqQuery, then what the selection needs.

@@ -24,7 +24,9 @@ constexpr int kChunks = 16;  // of a head
 // Resident CTAs an SM (of kThreads), for __launch_bounds__. With one more, conversions or float32
 // angles would spill.
 template <typename T, typename C, typename A>
-constexpr int kResidentHeads = kIs8Bit<C> || sizeof(A) > sizeof(T) ? 4 : 5;
+constexpr int kResidentHeads = kIs8Bit<C> || sizeof(A) > sizeof(T) ? 4
+                               : sizeof(T) == 4                    ? sm90a_or(5, 4)
+                                                                   : 5;
 
 template <typename T, typename C, typename A, int kOwn>
 __global__ void __launch_bounds__(HeadsShape::kThreads, kResidentHeads<T, C, A>)
@@ -36,7 +38,7 @@ __global__ void __launch_bounds__(HeadsShape::kThreads, kResidentHeads<T, C, A>)
 }
 
 template <typename T, typename A>
-__global__ void __launch_bounds__(kRun* kChunks / 2, sizeof(A) > 2 ? 8 : 10)
+__global__ void __launch_bounds__(kRun* kChunks / 2, sizeof(A) > 2 ? 8 : sm90a_or(10, 9))
     rope_and_run_kernel(Queries queries, PagesWrite write) {
   launch_dependents();
   int group = queries.group();

@@ -23,9 +23,9 @@ namespace {
 constexpr int kRun = 16;  // of a CTA that stores
 
 template <typename T, typename C, int kLanes, bool kMany>
-__global__ void __launch_bounds__(kRun* kLanes,
-                                  std::min(kResident<T, C, kMany>, kIs8Bit<C> ? 2 : 4) * 16 /
-                                      kLanes)
+__global__ void __launch_bounds__(kRun* kLanes, std::min(kResident<T, C, kMany>,
+                                                         kIs8Bit<C> ? 2 : sm90a_or(4, 3)) *
+                                                    16 / kLanes)
     rope_and_pages_kernel(Queries queries, PagesWrite write) {
   launch_dependents();
   const int group = queries.group();

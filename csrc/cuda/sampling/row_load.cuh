@@ -8,8 +8,8 @@ namespace vllm_kernels::cuda {
 
 // A slice begins at a multiple of 32 tokens: whole words of a bitmask, whole Vecs.
 constexpr int kSliceStep = 32;
-// The most tokens of a CTA whose slice is in shared memory: 192 KiB.
-constexpr int kMaxSharedTokens = 49152;
+// Shared memory of a cluster's CTA beside its slice, in bytes: the kernels declare up to 37,424.
+constexpr int kSharedBesideSlice = 37 * 1024;
 
 inline int slice_tokens(int vocab_size, int ctas) {
   const int step = kSliceStep * ctas;
@@ -18,8 +18,10 @@ inline int slice_tokens(int vocab_size, int ctas) {
 
 // Whether a cluster holds a row in shared memory. Otherwise one CTA holds it in global memory.
 inline bool uses_cluster(int vocab_size) {
-  return current_device_model().architecture >= 90 &&
-         slice_tokens(vocab_size, kClusterSize) <= kMaxSharedTokens;
+  const DeviceModel& device = current_device_model();
+  return device.architecture >= 90 &&
+         slice_tokens(vocab_size, kClusterSize) * 4 + kSharedBesideSlice <=
+             device.shared_memory_per_block;
 }
 
 // Whether rows can be read in Vecs of 16 bytes.

@@ -180,16 +180,17 @@ __device__ __forceinline__ void softmax_cluster(const SoftmaxParams& p, int toke
   Cluster::wait();  // others may still read this CTA's shared memory
 }
 
-#define VLLM_KERNELS_ROW_KERNELS(name, Params)                                            \
-  template <typename T>                                                                   \
-  __global__ void VLLM_KERNELS_CLUSTER(kClusterSize) __launch_bounds__(kRowThreads, 2)    \
-      name##_cluster_kernel(const __grid_constant__ Params p, int tokens, bool aligned) { \
-    name##_cluster<T>(p, tokens, aligned);                                                \
-  }                                                                                       \
-  template <typename T>                                                                   \
-  __global__ void __launch_bounds__(kRowThreads)                                          \
-      name##_kernel(const __grid_constant__ Params p, int tokens, bool aligned) {         \
-    name##_cluster<T, RowCluster<1>>(p, tokens, aligned);                                 \
+#define VLLM_KERNELS_ROW_KERNELS(name, Params)                                                \
+  template <typename T>                                                                       \
+  __global__ void VLLM_KERNELS_CLUSTER(kClusterSize)                                          \
+      __launch_bounds__(kRowThreads, sm90a_or(2, 1))                                          \
+          name##_cluster_kernel(const __grid_constant__ Params p, int tokens, bool aligned) { \
+    name##_cluster<T>(p, tokens, aligned);                                                    \
+  }                                                                                           \
+  template <typename T>                                                                       \
+  __global__ void __launch_bounds__(kRowThreads, 1)                                           \
+      name##_kernel(const __grid_constant__ Params p, int tokens, bool aligned) {             \
+    name##_cluster<T, RowCluster<1>>(p, tokens, aligned);                                     \
   }
 
 template <typename T>

@@ -60,8 +60,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   set_scales(expect, kv, k_scale, v_scale, read);
   PagedAttentionParams params =
       read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
-  // On a CPU fused_decode_attention would then round otherwise than its ops apart.
-  params.kv = kOnCpu ? kv : kv.with_rows();
+  params.kv = kv;
   params.token_scales = token_scales(expect, kv, sizes, k_token_scales, v_token_scales, read);
   params.kv_ready = kv_ready && !kv_indptr;  // page_list.cu writes the tables just before
   read_window_and_split(expect, params, sliding_window, fixed_split_size);

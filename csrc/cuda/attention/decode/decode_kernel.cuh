@@ -342,7 +342,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
           if (work_tile.num_splits <= 8) {
             combine_splits(std::integral_constant<int, 1>{}, FlaggedPartials{});
           } else {
-            combine_splits(std::integral_constant<int, 2>{}, FlaggedPartials{});
+            constexpr int kGroups = kBytes == 1 ? sm90a_or(2, 1) : 2;
+            combine_splits(std::integral_constant<int, kGroups>{}, FlaggedPartials{});
           }
           __syncthreads();  // all have read the stats
           for (int i = threadIdx.x; i < work_tile.num_splits << shape.work.row_shift;

@@ -256,7 +256,7 @@ struct SimtCta {
 };
 
 template <typename Query, typename Cache>
-__global__ void __launch_bounds__(kSimtWarps * 32, kSimtCtasPerSm)
+__global__ void __launch_bounds__(kSimtWarps * 32, sm90a_or(kSimtCtasPerSm, 3))
     paged_attention_simt_kernel(const __grid_constant__ PagedAttentionParams p,
                                 const __grid_constant__ SimtShape shape,
                                 const __grid_constant__ DecodeWorkspace workspace) {
