@@ -38,7 +38,8 @@ set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
-set(CUDA_PLAN "nvcc ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}), architectures ${architectures}")
+list(JOIN architectures "," names)  # CMake would split a definition at ";"
+set(CUDA_PLAN "nvcc ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}), architectures ${names}")
 
 add_library(torch_cuda SHARED ${ROOT}/stubs/torch_cuda.cpp)  # never installed
 set_target_properties(torch_cuda PROPERTIES CXX_VISIBILITY_PRESET default)

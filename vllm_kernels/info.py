@@ -38,8 +38,8 @@ def _first_line(*command: str) -> str | None:
 
 def built_architectures() -> list[str]:
     """Of the CUDA library, in torch's words; none if there is none."""
-    found = re.search(r"architectures ([\w.;+]+)", _C.cuda_build)
-    return found[1].split(";") if found and _library.CUDA_LIBRARY.exists() else []
+    found = re.search(r"architectures ([\w.,+]+)", _C.cuda_build)
+    return found[1].split(",") if found and _library.CUDA_LIBRARY.exists() else []
 
 
 def gpu_problem(built: list[str], major: int, minor: int) -> str | None:

@@ -31,6 +31,13 @@ struct RowCluster {
     arrive();
     wait();
   }
+  // A barrier's first half, which makes no write visible: its wait() shows that all CTAs have
+  // begun. The usual first half costs a fence.
+  __device__ __forceinline__ static void begin() {
+#if defined(VLLM_KERNELS_HAS_SM90)
+    if constexpr (kCtas > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+  }
   // The halves of a barrier.
   __device__ __forceinline__ static void arrive() {
 #if defined(VLLM_KERNELS_HAS_SM90)

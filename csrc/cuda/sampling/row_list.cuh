@@ -14,7 +14,8 @@ namespace vllm_kernels::cuda {
 constexpr int kMaxListed = kRowThreads * 3 / 4;
 
 __device__ __forceinline__ void prepare_list(SelectShared& shared) {
-  if (threadIdx.x < 2) shared.list.sizes[threadIdx.x] = 0;
+  const int i = opaque(threadIdx.x);  // keeps no address in registers
+  if (i < 3) shared.list.sizes[i] = 0;
   if (threadIdx.x == 0) {  // where fewer threads than `count` have a token, every token is listed
     shared.bin = 0;
     shared.before = shared.inside = 0;
@@ -27,34 +28,36 @@ __device__ __forceinline__ void count_highest(Bins& bins, uint32_t highest, int 
   atomicAdd(&bins.low[highest >> radix_shift(round) & ((1u << radix_bits(round)) - 1)], 1u);
 }
 
-// Sends this CTA's tokens of at least `edge` to the first CTA. Returns how many the row has. The
-// first CTA's counter is the same for all, so a CTA adds to it once.
-template <typename T, typename Cluster>
-__device__ __forceinline__ int send_to_list(SelectShared& shared, const Slice& slice,
-                                            uint32_t highest, uint32_t edge, int attempt) {
-  const uint32_t lowest = edge > 0 ? edge : 1;
-  List* list = Cluster::peer(&shared.list, 0);
+// Sends the tokens of this CTA with wanted(ordered bits) to the lists of the first kLists CTAs.
+// Returns how many the row has. has_any: whether this thread may have one. The first CTA's counter
+// is the same for all, so a CTA adds to it once.
+template <typename T, typename Cluster, int kLists, typename Wanted>
+__device__ __forceinline__ int send_to_lists(SelectShared& shared, const Slice& slice, bool has_any,
+                                             int attempt, const Wanted& wanted) {
+  int* size = Cluster::peer(&shared.list.sizes[attempt], 0);
   int mine = 0;
-  if (highest >= lowest) {
-    for_each_own<T>(slice, [&](uint32_t ordered, int) { mine += ordered >= lowest; });
-  }
+  if (has_any) for_each_own<T>(slice, [&](uint32_t ordered, int) { mine += wanted(ordered); });
   const BlockSum sum = block_sum(shared, mine);
   if (threadIdx.x == 0) {
     const int all = static_cast<int>(sum.all);
-    shared.list_begin = all > 0 ? atomicAdd(&list->sizes[attempt], all) : 0;
+    shared.list_begin = all > 0 ? atomicAdd(size, all) : 0;
   }
   __syncthreads();
   int at = shared.list_begin + static_cast<int>(sum.before);
   if (mine > 0 && at + mine <= kRowThreads) {
     for_each_own<T>(slice, [&](uint32_t ordered, int index) {
-      if (ordered < lowest) return;
-      list->ordered[at] = ordered;
-      list->tokens[at] = static_cast<uint32_t>(slice.begin + index);
+      if (!wanted(ordered)) return;
+#pragma unroll 1
+      for (int rank = 0; rank < kLists; ++rank) {
+        List* list = Cluster::peer(&shared.list, rank);
+        list->ordered[at] = ordered;
+        list->tokens[at] = static_cast<uint32_t>(slice.begin + index);
+      }
       ++at;
     });
   }
   Cluster::sync();
-  return list->sizes[attempt];
+  return *size;
 }
 
 // Lists at least `count` <= kMaxListed tokens. The current bins count the threads' highest tokens
@@ -70,7 +73,9 @@ __device__ __forceinline__ int list_highest(SelectShared& shared, BinSets& sets,
     if (round > 0) count_highest(shared.bins[sets.current], highest, round, found);
     finish_round<Cluster, false>(shared, sets, round, found,
                                  [&](uint64_t, int) { return uint64_t{count}; });
-    size = send_to_list<T, Cluster>(shared, slice, highest, found.prefix, round);
+    const uint32_t lowest = found.prefix > 0 ? found.prefix : 1;
+    size = send_to_lists<T, Cluster, 1>(shared, slice, highest >= lowest, round,
+                                        [&](uint32_t ordered) { return ordered >= lowest; });
     if (size <= kRowThreads || found.prefix == 0) break;
   }
   return size;
@@ -105,6 +110,63 @@ __device__ __forceinline__ ListPlace place_in_list(List& list, int size) {
     });
   }
   return place;
+}
+
+// --- top-p ---------------------------------------------------------------------------------------
+
+// How far a logit is below the highest one, in steps of 28 / 2^22: 22 bits that never fall where
+// the logit rises. Weights are 0 from 27.8 below on. Radix bins of ordered bits would be few and
+// full, and atomic additions of weights to one bin take turns. Of these steps, random rows fill
+// hundreds of the 2048 bins of the upper 11 bits.
+constexpr int kLogitBits = 22;
+__device__ __forceinline__ uint32_t logit_steps(uint32_t ordered, float max) {
+  constexpr float kMost = (1 << kLogitBits) - 1, kStepsPerUnit = (1 << kLogitBits) / 28.0f;
+  const float below = (max - from_ordered_bits(ordered)) * kStepsPerUnit;
+  return static_cast<uint32_t>(kMost) - static_cast<uint32_t>(fminf(below, kMost));
+}
+
+// As select() by weight, for a row without many tokens in the same step. Two rounds find the step
+// that holds the threshold; its tokens become a list in every CTA. Returns false if they are too
+// many.
+template <typename Cluster, typename TargetOf>
+__device__ __forceinline__ bool select_by_steps(SelectShared& shared, BinSets& sets,
+                                                const Slice& slice, uint32_t lowest, float max,
+                                                Radix& found, const TargetOf& target_of) {
+#pragma unroll 1
+  for (int round = 0; round < 2; ++round) {
+    Bins& bins = shared.bins[sets.current];
+    for_each_token(slice, [&](uint32_t ordered) {
+      if (ordered < lowest) return;
+      const uint32_t steps = logit_steps(ordered, max);
+      if (round > 0 && (steps >> 11) != found.prefix >> radix_shift(0)) return;
+      const uint64_t weight = weight_of(ordered, max);
+      if (weight != 0) add_weight(bins, round > 0 ? steps % kRadixBins : steps >> 11, weight);
+    });
+    finish_round<Cluster, true>(shared, sets, round, found, target_of);
+  }
+  const uint32_t border = found.prefix >> radix_shift(1);
+  const int size = send_to_lists<float, Cluster, Cluster::kSize>(
+      shared, slice, true, 2,
+      [&](uint32_t ordered) { return ordered >= lowest && logit_steps(ordered, max) == border; });
+  if (size > kRowThreads) return false;
+  auto* weights = reinterpret_cast<uint64_t*>(shared.bins[0].low);  // by falling logit
+  uint32_t* values = shared.bins[0].high;
+  const int i = threadIdx.x;
+  const ListPlace place = place_in_list(shared.list, size);
+  if (i < size) {
+    weights[place.by_logit] = weight_of(place.ordered, max);
+    values[place.by_logit] = place.ordered;
+  }
+  __syncthreads();
+  const uint64_t weight = i < size ? weights[i] : 0;
+  const uint32_t value = i < size ? values[i] : 0;
+  const BlockSum sum = block_sum(shared, weight);
+  const uint64_t target = target_of(0, 1) - found.before;
+  if (sum.before < target && target <= sum.before + weight) shared.bin = value;
+  __syncthreads();
+  found.prefix = shared.bin;
+  found.before += block_sum(shared, value > found.prefix ? weight : 0).all;
+  return true;
 }
 
 }  // namespace vllm_kernels::cuda

@@ -3,11 +3,12 @@
 //
 // Each CTA has a slice: neighbouring tokens, in shared memory or in its own part of global memory.
 // Selection takes three radix rounds of 11, 11 and 10 bits. In a round each CTA adds its tokens to
-// 2048 bins, by count or by weight. After one barrier every CTA reads the bins of all, adds them up
-// and finds the border bin: the same one everywhere, with no second barrier. Two sets of bins
-// alternate, so the next round may clear one while others still read the other.
-// Sums are integers, so their order does not matter.
+// 2048 bins, by count or by weight. Behind a barrier each CTA adds up an eighth of the bins over
+// the cluster and sends the sums to all. Behind a second one every CTA finds the border bin: the
+// same one everywhere. Two sets of bins alternate, so the next round may clear one while others
+// still read the other. Sums are integers, so their order does not matter.
 #pragma once
+#include "cuda/base/ptx.cuh"
 #include "cuda/sampling/row_cluster.cuh"
 #include "ops/sampling/sample.h"
 
@@ -23,7 +24,8 @@ struct Bins {
 struct List {
   alignas(16) uint32_t ordered[kRowThreads];
   alignas(16) uint32_t tokens[kRowThreads];
-  int sizes[2];  // tokens found with one radix round, and with two; may exceed kRowThreads
+  int sizes[3];  // found for top-k with one radix round, with two, and for top-p; may exceed
+                 // kRowThreads
 };
 
 struct SelectShared {
@@ -105,8 +107,8 @@ struct BlockSum {
 };
 __device__ __forceinline__ BlockSum block_sum(SelectShared& shared, uint64_t mine) {
   const uint64_t upto = inclusive_sum(mine);
-  const int warp = threadIdx.x / kWarpSize;
-  __syncthreads();  // all have read the last call's sums
+  const int warp = opaque(threadIdx.x) / kWarpSize;  // keeps no address in registers
+  __syncthreads();                                   // all have read the last call's sums
   if (threadIdx.x % kWarpSize == kWarpSize - 1) shared.warp_sums[warp] = upto;
   __syncthreads();
   BlockSum sum{upto - mine, 0};
@@ -148,29 +150,42 @@ __device__ __forceinline__ void fill_bins(Bins& bins, const Slice& slice, int ro
   });
 }
 
-// Four bins of all CTAs, highest first: bins 2047 - 4 i to 2044 - 4 i. Counts fit 32 bits. Loads in
-// flight hide the latency of other CTAs' memory, as far as registers allow.
-template <typename Cluster, bool kWeights>
-__device__ __forceinline__ void read_bins(Bins& bins, uint64_t (&sums)[4]) {
-  const int quad = kRadixBins / 4 - 1 - static_cast<int>(threadIdx.x);
-  uint32_t counts[4] = {};
-  sums[0] = sums[1] = sums[2] = sums[3] = 0;
-#pragma unroll(kWeights ? 2 : 4)
-  for (int rank = 0; rank < Cluster::kSize; ++rank) {
-    const Bins* theirs = Cluster::peer(&bins, rank);
-    const uint4 low = reinterpret_cast<const uint4*>(theirs->low)[quad];
-    if constexpr (kWeights) {
-      const uint4 high = reinterpret_cast<const uint4*>(theirs->high)[quad];
-      for_each_of(high, [&](uint32_t word, int i) { sums[3 - i] += uint64_t{word} << 32; });
-      for_each_of(low, [&](uint32_t word, int i) { sums[3 - i] += word; });
-    } else {
-      for_each_of(low, [&](uint32_t word, int i) { counts[3 - i] += word; });
-    }
+// Four bins of a CTA. Quads have the order of falling values: quad 0 has bins 2047 to 2044.
+constexpr int kQuads = kRadixBins / 4;
+static_assert(kQuads == kRowThreads);
+template <bool kWeights>
+__device__ __forceinline__ void read_quad(const Bins& bins, int quad, uint64_t (&sums)[4]) {
+  const int at = kQuads - 1 - quad;
+  for_each_of(reinterpret_cast<const uint4*>(bins.low)[at],
+              [&](uint32_t word, int i) { sums[3 - i] = word; });
+  if constexpr (kWeights) {
+    for_each_of(reinterpret_cast<const uint4*>(bins.high)[at],
+                [&](uint32_t word, int i) { sums[3 - i] += uint64_t{word} << 32; });
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i] += counts[i];
 }
-static_assert(kRadixBins == 4 * kRowThreads);
+
+// The sum of each quad over the cluster: thread i gets quad i. A CTA adds up its share of the quads
+// and sends the sums to all. If each CTA read all bins of all others, that traffic would take more
+// time than the rest of a round.
+template <typename Cluster, bool kWeights>
+__device__ __forceinline__ uint64_t sum_quads(SelectShared& shared, const BinSets& sets) {
+  constexpr int kCtas = Cluster::kSize;
+  const int peer = threadIdx.x % kCtas;
+  const int quad = Cluster::rank() * (kQuads / kCtas) + threadIdx.x / kCtas;
+  uint64_t sums[4];
+  read_quad<kWeights>(*Cluster::peer(&shared.bins[sets.current], peer), quad, sums);
+  uint64_t sum = sums[0] + sums[1] + sums[2] + sums[3];
+  if constexpr (kCtas == 1) return sum;
+#pragma unroll
+  for (int distance = kCtas / 2; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  }
+  // The last round's bins, which nobody reads any more.
+  auto* quads = reinterpret_cast<uint64_t*>(shared.bins[sets.current ^ 1].low);
+  Cluster::peer(quads, peer)[quad] = sum;
+  Cluster::sync();
+  return quads[threadIdx.x];
+}
 
 // One radix round: finds the bin where the cumulated count or weight, from the highest value down,
 // reaches target_of(the sum of all bins, round). The current bins were filled before.
@@ -178,25 +193,35 @@ template <typename Cluster, bool kWeights, typename TargetOf>
 __device__ __forceinline__ void finish_round(SelectShared& shared, BinSets& sets, int round,
                                              Radix& found, const TargetOf& target_of) {
   Cluster::sync();
-  uint64_t sums[4];
-  read_bins<Cluster, kWeights>(shared.bins[sets.current], sums);
-  const uint64_t mine = sums[0] + sums[1] + sums[2] + sums[3];
+  const uint64_t mine = sum_quads<Cluster, kWeights>(shared, sets);
   const BlockSum sum = block_sum(shared, mine);
-  uint64_t before = sum.before;
   const uint64_t target = target_of(sum.all, round) - found.before;
-  if (before < target && target <= before + mine) {
-    int bin = kRadixBins - 1 - 4 * static_cast<int>(threadIdx.x);
-    uint64_t inside = sums[0];
-#pragma unroll
-    for (int i = 1; i < 4; ++i) {
-      if (before + inside >= target) break;
-      before += inside;
-      inside = sums[i];
-      --bin;
+  const uint32_t border =
+      __ballot_sync(0xffffffffu, sum.before < target && target <= sum.before + mine);
+  if (border != 0) {  // in one warp, whose lanes read the quad of a CTA each
+    const int lane = threadIdx.x % kWarpSize, of_quad = __ffs(border) - 1;
+    uint64_t sums[4] = {};
+    if (lane < Cluster::kSize) {
+      read_quad<kWeights>(*Cluster::peer(&shared.bins[sets.current], lane),
+                          static_cast<int>(threadIdx.x) - lane + of_quad, sums);
     }
-    shared.bin = static_cast<uint32_t>(bin);
-    shared.before = before;
-    shared.inside = inside;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = warp_total(sums[i]);
+    uint64_t before = __shfl_sync(0xffffffffu, sum.before, of_quad);
+    if (lane == of_quad) {
+      int bin = kRadixBins - 1 - 4 * static_cast<int>(threadIdx.x);
+      uint64_t inside = sums[0];
+#pragma unroll
+      for (int i = 1; i < 4; ++i) {
+        if (before + inside >= target) break;
+        before += inside;
+        inside = sums[i];
+        --bin;
+      }
+      shared.bin = static_cast<uint32_t>(bin);
+      shared.before = before;
+      shared.inside = inside;
+    }
   }
   sets.current ^= 1;
   clear(shared.bins[sets.current]);
@@ -315,11 +340,13 @@ __device__ __forceinline__ void for_each_kept(const Slice& slice, const Kept& ke
 }
 
 // Inverse of the cumulated weights of the kept tokens in index order. Calls found(index in the
-// slice) in one lane of the cluster.
+// slice) in one lane of the cluster. Arrives at the cluster's next barrier before the search, which
+// reads no other CTA's memory.
 template <typename Cluster, typename Found>
 __device__ __forceinline__ void draw(SelectShared& shared, const Slice& slice, const Kept& kept,
                                      float max, uint64_t random, const Found& found) {
   const KeptSums sums = kept_sums<Cluster, true>(shared, slice, kept.threshold, max);
+  Cluster::arrive();
   const uint64_t tie_weight = kept.ties > 0 ? weight_of(kept.threshold, max) : 0;
   const uint64_t total = sums.above_all + number_kept(sums.equal_all, kept.ties) * tie_weight;
   const uint64_t target = high_product(total, random);

@@ -6,8 +6,10 @@
 //             which are sparse, in shared memory
 //   few       a small top-k: the first CTA gets a list of candidates (row_list.cuh) and finishes
 //             alone; the other CTAs leave
-//   threshold else top-k: radix rounds by count. min-p: one number. top-p: radix rounds by weight
-//             over what is left
+//   threshold else top-k: radix rounds by count. min-p: one number. top-p: two rounds by weight
+//   over
+//             what is left, in steps of the logit, and a list (row_list.cuh); radix rounds if that
+//             list is too long
 //   draw      weights of the kept tokens per warp, then the one warp that holds the random place
 // Nothing is read before the PDL wait.
 #include "cuda/base/prefetch.cuh"
@@ -110,11 +112,15 @@ __device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, cons
   const uint64_t unkept = left_out > 0 ? left_out * weight_of(kept.threshold, max) : 0;
   uint64_t limit = 0;
   Radix weights;
-  select<Cluster, true>(shared, sets, slice, kept.threshold > 0 ? kept.threshold : 1, max, weights,
-                        [&](uint64_t all, int round) {
-                          if (round == 0) limit = top_p_limit(request.top_p, all - unkept);
-                          return limit;
-                        });
+  const uint32_t lowest = kept.threshold > 0 ? kept.threshold : 1;
+  const auto limit_of = [&](uint64_t all, int round) {
+    if (round == 0) limit = top_p_limit(request.top_p, all - unkept);
+    return limit;
+  };
+  if (!select_by_steps<Cluster>(shared, sets, slice, lowest, max, weights, limit_of)) {
+    weights = Radix{};
+    select<Cluster, true>(shared, sets, slice, lowest, max, weights, limit_of);
+  }
   uint32_t ties = number_to_reach(limit - weights.before, weight_of(weights.prefix, max));
   if (weights.prefix == kept.threshold && ties > kept.ties) ties = kept.ties;
   return {weights.prefix, ties};
@@ -153,18 +159,21 @@ __device__ __forceinline__ void draw_from_list(SelectShared& shared, int size,
   if (sum.before <= target && target < sum.before + weight) found(token_at[i]);
 }
 
+// Arrives at the cluster's next barrier before it writes.
 template <typename T, typename Cluster>
 __device__ __forceinline__ void write_mask(const SampleParams& p, int64_t row, SelectShared& shared,
                                            const Slice& slice, const Kept& kept) {
-  if (kept.threshold == 0) return;  // all tokens are kept
+  if (kept.threshold == 0) return Cluster::arrive();  // all tokens are kept
   const KeptSums sums = kept_sums<Cluster, false>(shared, slice, kept.threshold, 0.0f);
+  Cluster::arrive();
   T* masked = static_cast<T*>(p.masked) + row * p.logits.stride + slice.begin;
   for_each_kept<false>(slice, kept, sums, [&](int index, uint32_t, int number) {
     if (number < 0 && index < slice.size) masked[index] = from_float<T>(-INFINITY);
   });
 }
 
-// Returns whether other CTAs may still read this CTA's shared memory.
+// Returns whether other CTAs may still read this CTA's shared memory. It has then arrived at a last
+// barrier of the cluster.
 template <typename T, typename Cluster>
 __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample, int64_t row,
                                            const Slice& slice, bool aligned, SelectShared& shared) {
@@ -173,7 +182,7 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   const bool lists =
       p.tokens != nullptr && request.counts(vocab_size) && request.top_k <= kMaxListed;
   BinSets sets;
-  Cluster::arrive();
+  Cluster::begin();
   clear(shared.bins[0]);
   prepare_list(shared);
   __syncthreads();
@@ -191,11 +200,13 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   const bool is_first_cta = Cluster::rank() == 0;
   if (request.greedy || !is_finite_ordered(ordered_of(key))) {
     if (is_first_cta && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = token_of(key);
+    if (lists) Cluster::arrive();
     return lists;
   }
   const float max = from_ordered_bits(ordered_of(key));
   if (size <= kRowThreads) {
     if (!is_first_cta) return false;
+    Cluster::arrive();
     draw_from_list(shared, size, request, max, SampleRow::random(p, sample),
                    [&](uint32_t token) { p.tokens[sample] = token; });
     return true;
@@ -223,11 +234,11 @@ __device__ __forceinline__ void sample_cluster(const SampleParams& p, int tokens
   }
   const Slice slice = slice_of<Cluster>(slice_memory<Cluster>(p.scratch, sample, tokens),
                                         p.logits.vocab_size, tokens);
-  if (sample_row<T, Cluster>(p, sample, row, slice, aligned, shared)) Cluster::sync();
+  if (sample_row<T, Cluster>(p, sample, row, slice, aligned, shared)) Cluster::wait();
 }
 
 template <typename T>
-__global__ void VLLM_KERNELS_CLUSTER(kClusterSize) __launch_bounds__(kRowThreads, 2)
+__global__ void VLLM_KERNELS_CLUSTER(kClusterSize) __launch_bounds__(kRowThreads, sm90a_or(2, 1))
     sample_cluster_kernel(const __grid_constant__ SampleParams p, int tokens, bool aligned) {
 #if defined(VLLM_KERNELS_HAS_SM90)
   sample_cluster<T, RowCluster<kClusterSize>>(p, tokens, aligned);

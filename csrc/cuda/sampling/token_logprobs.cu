@@ -118,7 +118,7 @@ __device__ __forceinline__ void token_logprobs_cluster(const TokenLogprobsParams
   const Slice slice = slice_of<Cluster>(slice_memory<Cluster>(p.scratch, sample, tokens),
                                         p.logits.vocab_size, tokens);
   BinSets sets;
-  Cluster::arrive();
+  Cluster::begin();
   clear(shared.bins[0]);
   prepare_list(shared);
   __syncthreads();
@@ -163,7 +163,7 @@ __device__ __forceinline__ void softmax_cluster(const SoftmaxParams& p, int toke
   const Slice slice =
       slice_of<Cluster>(slice_memory<Cluster>(p.scratch, row, tokens), p.logits.vocab_size, tokens);
   const float divisor = p.temperature == nullptr ? 1.0f : p.temperature[row];
-  Cluster::arrive();
+  Cluster::begin();
   const Highest own = load_raw<T>(p.logits, row, aligned, slice, divisor);
   Cluster::wait();
   post_max_key<Cluster>(shared, own.key());
