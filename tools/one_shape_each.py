@@ -630,6 +630,12 @@ def sampling() -> None:
             vllm_kernels.apply_token_bitmask_(logits.clone(), mask)
             seen = logits > 0
             vllm_kernels.apply_repetition_penalties(logits.clone(), seen, seen, ones)
+    lists = torch.full((2, 600), -1, dtype=torch.int32, device=CUDA)
+    lengths = torch.tensor([250, 0], dtype=torch.int32, device=CUDA)
+    ends = torch.tensor([0, 300, 600], dtype=torch.int32, device=CUDA)
+    for token in (7, 7, 9):
+        new = torch.full((2,), token, device=CUDA)
+        vllm_kernels.append_token_counts(lists[0], lists[1], lengths, ends, new, new, 0 * new)
     probs = torch.randn(4, 3, 1000, device=CUDA).softmax(-1)
     draft = torch.randint(1000, (4, 2), device=CUDA)
     vllm_kernels.spec_verify(draft, torch.randint(1000, (4, 3), device=CUDA))

@@ -36,7 +36,8 @@ Quantization
     dynamic_scaled_int8_quant.
 Sampling
     sample: a token per request. token_logprobs, softmax, top_k_top_p_mask_, apply_token_bitmask_,
-    apply_repetition_penalties: its parts. spec_verify: which drafted tokens stay.
+    apply_repetition_penalties, append_token_counts: its parts. spec_verify: which drafted tokens
+    stay.
 Errors
     Error, a RuntimeError, is the base of InvalidArgument, InvalidType, InvalidIndex, Unsupported
     and OutOfMemory. check raises what check mode has found on a GPU.
@@ -66,6 +67,7 @@ from .errors import (
 from .ops import (
     OPS,
     CascadePlan,
+    append_token_counts,
     apply_repetition_penalties,
     apply_token_bitmask_,
     attention_with_kvcache,
@@ -222,6 +224,7 @@ __all__ = [
     "paged_attention_v2",
     "paged_attention_workspace",
     "varlen_attention",
+    "append_token_counts",
     "apply_repetition_penalties",
     "apply_token_bitmask_",
     "sample",

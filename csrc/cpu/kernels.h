@@ -150,6 +150,7 @@ VLLM_KERNELS_DECLARE(TokenLogprobsParams)
 VLLM_KERNELS_DECLARE(SoftmaxParams)
 VLLM_KERNELS_DECLARE(TokenBitmaskParams)
 VLLM_KERNELS_DECLARE(RepetitionPenaltiesParams)
+VLLM_KERNELS_DECLARE(AppendTokenCountsParams)
 VLLM_KERNELS_DECLARE(SpecVerifyParams)
 
 #undef VLLM_KERNELS_DECLARE

@@ -87,6 +87,7 @@ void launch(const TokenLogprobsParams& params, Stream stream);
 void launch(const SoftmaxParams& params, Stream stream);
 void launch(const TokenBitmaskParams& params, Stream stream);
 void launch(const RepetitionPenaltiesParams& params, Stream stream);
+void launch(const AppendTokenCountsParams& params, Stream stream);
 void launch(const SpecVerifyParams& params, Stream stream);
 
 }  // namespace vllm_kernels::cuda

@@ -165,6 +165,8 @@ constexpr const char* kSchemas[] = {
     "apply_token_bitmask_(Tensor! logits, Tensor bitmask, Tensor? bitmask_rows=None)",
     "apply_repetition_penalties(Tensor! logits, Tensor prompt_mask, Tensor output_mask, "
     "Tensor repetition_penalties)",
+    "append_token_counts(Tensor! tokens, Tensor! counts, Tensor! lengths, Tensor indptr, "
+    "Tensor new_tokens, Tensor? positions=None, Tensor!? next_positions=None)",
     "spec_verify(Tensor! tokens, Tensor! accepted, Tensor draft_tokens, "
     "Tensor? target_tokens=None, Tensor? target_probs=None, Tensor? draft_probs=None, "
     "Tensor? uniforms=None)",

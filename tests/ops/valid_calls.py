@@ -671,6 +671,20 @@ def penalize(op: str) -> Call:
     }  # fmt: skip
 
 
+@calls("append_token_counts")
+def count_tokens(op: str) -> Call:
+    """Lists of 3, 0 and 4 entries, 2, 0 and 4 of them in use."""
+    call: Call = {
+        "tokens": ints(5, 9, -1, 3, 8, 2, 6), "counts": ints(1, 2, 0, 1, 1, 4, 0),
+        "lengths": ints(2, 0, 4), "indptr": ints(0, 3, 3, 7),
+        "new_tokens": torch.tensor([random.choice([9, 4, -1]), 1, random.choice([8, 2])]),
+    }  # fmt: skip
+    if random.random() < 0.5:
+        counted = {"positions": torch.tensor([7, 3, 9]), "next_positions": torch.tensor([7, 0, 11])}
+        call |= counted
+    return call
+
+
 @calls("spec_verify")
 def verify(op: str) -> Call:
     drafts = torch.randint(0, VOCABULARY, (2, 3))

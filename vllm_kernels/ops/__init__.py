@@ -97,6 +97,7 @@ from .rotary import (
     rotary_embedding,
 )
 from .sampling import (
+    append_token_counts,
     apply_repetition_penalties,
     apply_token_bitmask_,
     sample,
@@ -184,6 +185,7 @@ __all__ = [
     "paged_attention_workspace",
     "varlen_attention",
     # sampling
+    "append_token_counts",
     "apply_repetition_penalties",
     "apply_token_bitmask_",
     "sample",

@@ -296,7 +296,7 @@ def paged_attention(
         ... )
     """
     if (
-        out is None and query_start_loc is None and max_query_len is None and not return_lse
+        out is None and query_start_loc is None and max_query_len is None and return_lse is False
         and alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
         and workspace is None and causal and not (fixed_split_size or kv_ready)
         and kv_indptr is None and k_token_scales is None and v_token_scales is None

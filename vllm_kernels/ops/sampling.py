@@ -9,6 +9,7 @@ from ..errors import InvalidArgument
 from ._common import calls, shape_of
 
 __all__ = [
+    "append_token_counts",
     "apply_repetition_penalties",
     "apply_token_bitmask_",
     "sample",
@@ -253,6 +254,51 @@ def apply_repetition_penalties(
         tensor([[ 1., -2.,  5.]])
     """
     call.apply_repetition_penalties(logits, prompt_mask, output_mask, repetition_penalties)
+
+
+def append_token_counts(
+    tokens: Tensor,
+    counts: Tensor,
+    lengths: Tensor,
+    indptr: Tensor,
+    new_tokens: Tensor,
+    positions: Tensor | None = None,
+    next_positions: Tensor | None = None,
+) -> None:
+    """Counts a new token of each row in the row's list, which ``sample`` reads as ``token_counts``.
+
+    Row i has the entries indptr[i] to indptr[i + 1] - 1. The first lengths[i] of them are in use.
+    An entry in use with the new token counts it. If there is none, the next entry gets the token
+    and the count 1. A row without entries has no list and counts nothing. One launch on CUDA, safe
+    in graphs.
+
+    Args:
+        tokens: int32 [entries], written. Fill it with -1 at first: ``sample`` skips such entries.
+        counts: int32 [entries], written.
+        lengths: int32 [num_rows], entries in use, written.
+        indptr: int32 [num_rows + 1], rising ends of the rows' lists.
+        new_tokens: int64 [num_rows]; -1 counts nothing.
+        positions: int64 [num_rows], the position of each new token in its sequence.
+        next_positions: int64 [num_rows], written, with ``positions``. A token at a lower position
+            is counted already, and is not counted again. It becomes the position + 1.
+
+    Raises:
+        RuntimeError: for another dtype, shape or device than above, or outputs that overlap another
+            tensor. On the CPU also for an end, a length or a token out of range, and for a list
+            without a free entry. On CUDA such a list does not count the token, and numbers out of
+            range are cut to the list; these are reported with VLLM_KERNELS_CHECK=1.
+
+    Example:
+        >>> tokens, counts = torch.full((2, 4), -1, dtype=torch.int32)
+        >>> lengths, indptr = torch.tensor([0]).int(), torch.tensor([0, 4]).int()
+        >>> for token in (7, 5, 7):
+        ...     vllm_kernels.append_token_counts(
+        ...         tokens, counts, lengths, indptr, torch.tensor([token])
+        ...     )
+        >>> tokens.tolist(), counts.tolist()
+        ([7, 5, -1, -1], [2, 1, -1, -1])
+    """
+    call.append_token_counts(tokens, counts, lengths, indptr, new_tokens, positions, next_positions)
 
 
 def spec_verify(

@@ -203,7 +203,8 @@ def sparq_attention(
             out = query.new_empty(num_seqs, num_heads, head_size)
         lse = query.new_empty(num_seqs, num_heads, dtype=torch.float32) if return_lse else None
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise refused(op, error, locals()) from None
+        given = {"query": query, "mean_value": mean_value, "return_lse": return_lse}
+        raise refused(op, error, given) from None
     call.sparq_attention(
         out, lse, query, key_cache, value_cache, block_tables, seq_lens, scale, r, k, window,
         sink_tokens, select, mean_value, k_scale, v_scale, layout, workspace,

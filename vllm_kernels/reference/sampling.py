@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "append_token_counts",
     "apply_repetition_penalties",
     "apply_token_bitmask_",
     "kept_tokens",
@@ -301,6 +302,36 @@ def apply_repetition_penalties(
     x, penalty = logits.float(), repetition_penalties[:, None]
     penalized = torch.where(x > 0, x / penalty, x * penalty).to(logits.dtype)
     return torch.where(prompt_mask | output_mask, penalized, logits)
+
+
+def append_token_counts(
+    tokens: Tensor,
+    counts: Tensor,
+    lengths: Tensor,
+    indptr: Tensor,
+    new_tokens: Tensor,
+    positions: Tensor | None = None,
+    next_positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns what the op writes; its arguments stay."""
+    tokens, counts, lengths = tokens.clone(), counts.clone(), lengths.clone()
+    next_positions = None if next_positions is None else next_positions.clone()
+    for row, token in enumerate(new_tokens.tolist()):
+        begin, end = indptr[row : row + 2].tolist()
+        if next_positions is not None:
+            assert positions is not None
+            if positions[row] < next_positions[row]:
+                continue
+            next_positions[row] = positions[row] + 1
+        if token < 0 or begin == end:
+            continue
+        used = begin + int(lengths[row])
+        same = tokens[begin:used] == token
+        counts[begin:used] += same
+        if not same.any():
+            tokens[used], counts[used] = token, 1
+            lengths[row] += 1
+    return tokens, counts, lengths, next_positions
 
 
 def spec_verify(

@@ -45,6 +45,31 @@ void run_penalties(const RepetitionPenaltiesParams& p, int64_t first, int64_t la
   });
 }
 
+Loop loop_of_counts(const AppendTokenCountsParams& p) {
+  return {.count = p.num_rows};
+}
+
+void run_counts(const AppendTokenCountsParams& p, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row) {
+    const AppendTokenCountsParams::Row list = p.of(row);
+    if (list.token >= 0) {
+      int32_t *tokens = p.tokens + list.begin, *counts = p.counts + list.begin;
+      bool is_found = false;
+      for (int32_t i = 0; i < list.length; ++i) {
+        if (tokens[i] != list.token) continue;
+        ++counts[i];
+        is_found = true;
+      }
+      if (!is_found && list.length < list.room) {
+        tokens[list.length] = list.token;
+        counts[list.length] = 1;
+        p.lengths[row] = list.length + 1;
+      }
+    }
+    p.finish(row);
+  }
+}
+
 Loop loop_of_verify(const SpecVerifyParams& p) {
   return {.count = p.num_seqs};
 }
@@ -85,6 +110,7 @@ void run_verify(const SpecVerifyParams& p, int64_t first, int64_t last) {
 
 VLLM_KERNELS_CPU_KERNEL(TokenBitmaskParams, loop_of_bitmask, run_bitmask)
 VLLM_KERNELS_CPU_KERNEL(RepetitionPenaltiesParams, loop_of_penalties, run_penalties)
+VLLM_KERNELS_CPU_KERNEL(AppendTokenCountsParams, loop_of_counts, run_counts)
 VLLM_KERNELS_CPU_KERNEL(SpecVerifyParams, loop_of_verify, run_verify)
 
 }  // namespace vllm_kernels::cpu

@@ -1,6 +1,8 @@
-// apply_token_bitmask_, apply_repetition_penalties and spec_verify (ops/sampling/sample.h).
+// apply_token_bitmask_, apply_repetition_penalties, append_token_counts and spec_verify
+// (ops/sampling/sample.h).
 //   bitmask, penalties  a thread per token, CTAs over (tokens, rows); only changed logits are
 //                       written
+//   counts              a CTA per row looks through the row's list
 //   spec_verify         a CTA per sequence. Every thread follows the chain; the CTA draws where the
 //                       chain ends, from integer weights in index order
 // Nothing is read before the PDL wait.
@@ -46,6 +48,31 @@ __global__ void __launch_bounds__(kThreads)
     T& logit = static_cast<T*>(p.out)[row * p.logits.stride + token];
     logit = from_float<T>(Penalties{p.penalties[row], 0.0f, 0.0f}.apply(to_float(logit), 0));
   }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    append_token_counts_kernel(const __grid_constant__ AppendTokenCountsParams p) {
+  launch_dependents();
+  wait_for_primary_kernel();
+  const int64_t row = blockIdx.x;
+  const AppendTokenCountsParams::Row list = p.of(row);
+  int32_t *tokens = p.tokens + list.begin, *counts = p.counts + list.begin;
+  bool is_found = false;
+  if (list.token >= 0) {
+    for (int i = threadIdx.x; i < list.length; i += kThreads) {
+      if (tokens[i] != list.token) continue;
+      ++counts[i];
+      is_found = true;
+    }
+  }
+  is_found = __syncthreads_or(is_found);  // all have read the row
+  if (threadIdx.x != 0) return;
+  if (list.token >= 0 && !is_found && list.length < list.room) {
+    tokens[list.length] = list.token;
+    counts[list.length] = 1;
+    p.lengths[row] = list.length + 1;
+  }
+  p.finish(row);
 }
 
 // Writes the token where the cumulated weight passes `random` of the sum, of one CTA.
@@ -121,6 +148,11 @@ void launch(const RepetitionPenaltiesParams& p, Stream stream) {
     launch_kernel("apply_repetition_penalties", repetition_penalties_kernel<decltype(tag)>,
                   token_grid("apply_repetition_penalties", p.logits), dim3(kThreads), 0, stream, p);
   });
+}
+
+void launch(const AppendTokenCountsParams& p, Stream stream) {
+  launch_kernel("append_token_counts", append_token_counts_kernel,
+                dim3(grid_size("append_token_counts", p.num_rows)), dim3(kThreads), 0, stream, p);
 }
 
 void launch(const SpecVerifyParams& p, Stream stream) {

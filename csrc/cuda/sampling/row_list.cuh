@@ -125,6 +125,22 @@ __device__ __forceinline__ uint32_t logit_steps(uint32_t ordered, float max) {
   return static_cast<uint32_t>(kMost) - static_cast<uint32_t>(fminf(below, kMost));
 }
 
+// The ordered bits of the logits whose upper 11 bits of steps are `bin`, and some more. Comparing
+// costs less than computing a token's steps.
+struct BinRange {
+  uint32_t lowest, span;
+
+  __device__ __forceinline__ BinRange(uint32_t bin, float max) {
+    constexpr float kWidth = 28.0f / kRadixBins;
+    const float below = static_cast<float>(kRadixBins - 1 - bin) * kWidth;
+    lowest = ordered_bits(max - (below + 2 * kWidth));
+    span = ordered_bits(max - fmaxf(below - kWidth, 0.0f)) - lowest;
+  }
+  __device__ __forceinline__ bool may_hold(uint32_t ordered) const {
+    return ordered - lowest <= span;
+  }
+};
+
 // As select() by weight, for a row without many tokens in the same step. Two rounds find the step
 // that holds the threshold; its tokens become a list in every CTA. Returns false if they are too
 // many.
@@ -132,22 +148,28 @@ template <typename Cluster, typename TargetOf>
 __device__ __forceinline__ bool select_by_steps(SelectShared& shared, BinSets& sets,
                                                 const Slice& slice, uint32_t lowest, float max,
                                                 Radix& found, const TargetOf& target_of) {
-#pragma unroll 1
-  for (int round = 0; round < 2; ++round) {
-    Bins& bins = shared.bins[sets.current];
-    for_each_token(slice, [&](uint32_t ordered) {
-      if (ordered < lowest) return;
-      const uint32_t steps = logit_steps(ordered, max);
-      if (round > 0 && (steps >> 11) != found.prefix >> radix_shift(0)) return;
-      const uint64_t weight = weight_of(ordered, max);
-      if (weight != 0) add_weight(bins, round > 0 ? steps % kRadixBins : steps >> 11, weight);
-    });
-    finish_round<Cluster, true>(shared, sets, round, found, target_of);
-  }
+  for_each_token(slice, [&](uint32_t ordered) {
+    if (ordered < lowest) return;
+    const uint64_t weight = weight_of(ordered, max);
+    if (weight == 0) return;
+    add_weight(shared.bins[sets.current], logit_steps(ordered, max) / kRadixBins, weight);
+  });
+  finish_round<Cluster, true>(shared, sets, 0, found, target_of);
+  const uint32_t bin = found.prefix >> radix_shift(0);
+  const BinRange range(bin, max);
+  for_each_token(slice, [&](uint32_t ordered) {
+    if (!range.may_hold(ordered) || ordered < lowest) return;
+    const uint32_t steps = logit_steps(ordered, max);
+    const uint64_t weight = weight_of(ordered, max);
+    if (steps / kRadixBins != bin || weight == 0) return;
+    add_weight(shared.bins[sets.current], steps % kRadixBins, weight);
+  });
+  finish_round<Cluster, true>(shared, sets, 1, found, target_of);
   const uint32_t border = found.prefix >> radix_shift(1);
-  const int size = send_to_lists<float, Cluster, Cluster::kSize>(
-      shared, slice, true, 2,
-      [&](uint32_t ordered) { return ordered >= lowest && logit_steps(ordered, max) == border; });
+  const int size =
+      send_to_lists<float, Cluster, Cluster::kSize>(shared, slice, true, 2, [&](uint32_t ordered) {
+        return range.may_hold(ordered) && ordered >= lowest && logit_steps(ordered, max) == border;
+      });
   if (size > kRowThreads) return false;
   auto* weights = reinterpret_cast<uint64_t*>(shared.bins[0].low);  // by falling logit
   uint32_t* values = shared.bins[0].high;

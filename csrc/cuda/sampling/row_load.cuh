@@ -8,8 +8,8 @@ namespace vllm_kernels::cuda {
 
 // A slice begins at a multiple of 32 tokens: whole words of a bitmask, whole Vecs.
 constexpr int kSliceStep = 32;
-// Shared memory of a cluster's CTA beside its slice, in bytes: the kernels declare up to 37,424.
-constexpr int kSharedBesideSlice = 37 * 1024;
+// Shared memory that the kernels of a cluster declare: 37,424 bytes at most.
+constexpr int kStaticSharedBytes = 37 * 1024;
 
 inline int slice_tokens(int vocab_size, int ctas) {
   const int step = kSliceStep * ctas;
@@ -20,7 +20,7 @@ inline int slice_tokens(int vocab_size, int ctas) {
 inline bool uses_cluster(int vocab_size) {
   const DeviceModel& device = current_device_model();
   return device.architecture >= 90 &&
-         slice_tokens(vocab_size, kClusterSize) * 4 + kSharedBesideSlice <=
+         slice_tokens(vocab_size, kClusterSize) * 4 + kStaticSharedBytes <=
              device.shared_memory_per_block;
 }
 

@@ -45,31 +45,67 @@ __device__ __forceinline__ void for_each_entry(const TokenLists<Value>& lists, i
   __syncthreads();
 }
 
+// Applies the one list that a sample has, bias or penalties, to a slice of final logits, and
+// returns the thread's highest token. A listed token is computed again from its logit in global
+// memory. Only threads with such a token among their own look for their highest one again:
+// shared.list.ordered, which is 0 before, marks them.
+template <typename T>
+__device__ __forceinline__ Highest change_listed(const SampleParams& p, int64_t sample,
+                                                 const SampleRow& request, bool biased,
+                                                 const Slice& slice, SelectShared& shared,
+                                                 Highest highest) {
+  const T* logits = static_cast<const T*>(p.logits.data) + p.row_of(sample) * p.logits.stride;
+  const int32_t* words = p.bitmask.of(sample);
+  const auto change = [&](int at, const auto& changed) {
+    const int token = slice.begin + at;
+    const float logit = p.bitmask.allows(words, token) ? to_float(logits[token]) : -INFINITY;
+    slice.ordered[at] = ordered_bits(changed(logit) / request.temperature);
+    shared.list.ordered[at / kVecWidth<T> % kRowThreads] = 1;
+  };
+  if (biased) {
+    for_each_entry(p.bias, sample, slice, [&](int at, float value) {
+      change(at, [&](float logit) { return ScalarMath::add(logit, value); });
+    });
+  } else {
+    const Penalties penalties = Penalties::read(p, sample);
+    for_each_entry(p.counts, sample, slice, [&](int at, int32_t count) {
+      change(at, [&](float logit) { return penalties.apply(logit, count); });
+    });
+  }
+  if (shared.list.ordered[threadIdx.x] == 0) return highest;
+  highest = {};
+  for_each_own<T>(slice, [&](uint32_t ordered, int index) {
+    if (index < slice.size) highest.visit(ordered, slice.begin + index);
+  });
+  return highest;
+}
+
 // Loads the slice as ordered bits of the final logits. Returns the thread's highest token. Bias and
-// penalties come before the temperature.
+// penalties come before the temperature. A sample with both has a pass over the slice for it.
 template <typename T>
 __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sample,
                                             const SampleRow& request, bool aligned,
-                                            const Slice& slice) {
+                                            const Slice& slice, SelectShared& shared) {
   const bool biased = prefetch_entries(p.bias, sample);
-  const bool sparse = prefetch_entries(p.counts, sample) || biased;
+  const bool penalized = prefetch_entries(p.counts, sample);
+  const bool both = biased && penalized, any = biased || penalized;
   const float temperature = request.temperature;
   const bool divides = temperature != 1.0f;
   const int32_t* words = p.bitmask.of(sample);
+  if (any) shared.list.ordered[threadIdx.x] = 0;
   Highest highest;
   load_slice<T>(
-      p.logits, p.row_of(sample), aligned, slice, !request.greedy || sparse,
+      p.logits, p.row_of(sample), aligned, slice, !request.greedy || any,
       [&](int token) { return p.bitmask.bits_from(words, token); },
       [&](float logit, bool allowed) {
         if (!allowed) logit = -INFINITY;
-        if (divides && !sparse) logit = logit / temperature;
+        if (divides && !both) logit = logit / temperature;
         return ordered_bits(logit);
       },
-      [&](uint32_t ordered, int token) {
-        if (!sparse) highest.visit(ordered, token);
-      });
-  if (!sparse) return highest;
+      [&](uint32_t ordered, int token) { highest.visit(ordered, token); });
+  if (!any) return highest;
   __syncthreads();
+  if (!both) return change_listed<T>(p, sample, request, biased, slice, shared, highest);
   for_each_entry(p.bias, sample, slice, [&](int at, float value) {
     const float logit = from_ordered_bits(slice.ordered[at]);
     slice.ordered[at] = ordered_bits(ScalarMath::add(logit, value));
@@ -78,6 +114,7 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
     const float logit = from_ordered_bits(slice.ordered[at]);
     slice.ordered[at] = ordered_bits(Penalties::read(p, sample).apply(logit, value));
   });
+  highest = {};
   for_each_own<T>(slice, [&](uint32_t ordered, int index) {
     if (index >= slice.size) return;
     if (divides) {
@@ -186,7 +223,7 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   clear(shared.bins[0]);
   prepare_list(shared);
   __syncthreads();
-  const Highest highest = load_row<T>(p, sample, request, aligned, slice);
+  const Highest highest = load_row<T>(p, sample, request, aligned, slice, shared);
   if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
   Cluster::wait();
   post_max_key<Cluster>(shared, highest.key());
@@ -246,7 +283,7 @@ __global__ void VLLM_KERNELS_CLUSTER(kClusterSize) __launch_bounds__(kRowThreads
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 1)
     sample_kernel(const __grid_constant__ SampleParams p, int tokens, bool aligned) {
   sample_cluster<T, RowCluster<1>>(p, tokens, aligned);
 }

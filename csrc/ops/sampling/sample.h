@@ -208,4 +208,42 @@ struct RepetitionPenaltiesParams {
   const float* penalties;  // [num_rows]
 };
 
+// append_token_counts: counts the new token of each row in the row's list of tokens and counts.
+struct AppendTokenCountsParams {
+  const int32_t* indptr;      // [num_rows + 1]
+  int32_t* tokens;            // [size]
+  int32_t* counts;            // [size]
+  int32_t* lengths;           // [num_rows], entries of a row that are in use
+  const int64_t* new_tokens;  // [num_rows], below 0: none
+  const int64_t* positions;   // [num_rows], or null: every token is counted
+  int64_t* next_positions;    // [num_rows], with positions: tokens at lower positions are counted
+  int64_t num_rows, size;
+
+  struct Row {
+    int64_t begin, room;
+    int32_t length;  // entries in use
+    int32_t token;   // below 0: there is nothing to count
+  };
+  // Ends and lengths may be any number; none leads out of the list.
+  VLLM_KERNELS_INLINE Row of(int64_t row) const {
+    int64_t begin = indptr[row], end = indptr[row + 1];
+    begin = begin < 0 ? 0 : begin;
+    end = end > size ? size : end;
+    const int64_t room = end > begin ? end - begin : 0, used = lengths[row];
+    const bool is_new = positions == nullptr || positions[row] >= next_positions[row];
+    const int64_t token = room > 0 && is_new ? new_tokens[row] : -1;
+    return {begin, room,
+            static_cast<int32_t>(used < 0      ? 0
+                                 : used > room ? room
+                                               : used),
+            token < 0 || token > INT32_MAX ? -1 : static_cast<int32_t>(token)};
+  }
+  // After the row's token, or nothing, was counted.
+  VLLM_KERNELS_INLINE void finish(int64_t row) const {
+    if (positions != nullptr && positions[row] >= next_positions[row]) {
+      next_positions[row] = positions[row] + 1;
+    }
+  }
+};
+
 }  // namespace vllm_kernels

@@ -4,7 +4,10 @@
 //   softmax                      logits -> float32 probabilities
 //   apply_token_bitmask_         -inf where a bit is 0
 //   apply_repetition_penalties   vLLM's op: tokens of two masks, penalized once
+//   append_token_counts          a new token of each row -> the row's list of tokens and counts
 //   spec_verify                  drafted tokens [num_seqs, num_draft] -> tokens to keep
+#include <algorithm>
+
 #include "torch_ops/sampling/logits.h"
 
 namespace vllm_kernels {
@@ -103,6 +106,63 @@ void apply_repetition_penalties(const Tensor& logits, const Tensor& prompt_mask,
          logits);
 }
 
+// Fails, on a CPU, for a row whose list has no room for its token.
+void check_room(const Argument& lengths, const AppendTokenCountsParams& p) {
+  for (int64_t row = 0; row < p.num_rows; ++row) {
+    const AppendTokenCountsParams::Row list = p.of(row);
+    if (list.token < 0 || list.length < list.room) continue;
+    const int32_t* tokens = p.tokens + list.begin;
+    if (std::find(tokens, tokens + list.length, list.token) != tokens + list.length) continue;
+    lengths.fail("expected a free entry in the list of row " + std::to_string(row) + ", got " +
+                 std::to_string(list.length) + " entries in use");
+  }
+}
+
+void append_token_counts(const Tensor& tokens, const Tensor& counts, const Tensor& lengths,
+                         const Tensor& indptr, const Tensor& new_tokens,
+                         const std::optional<Tensor>& positions,
+                         const std::optional<Tensor>& next_positions) {
+  Expect expect("append_token_counts");
+  Size num_rows("num_rows"), size("entries");
+  const Argument n =
+      expect.tensor("new_tokens", new_tokens).int64().shape({&num_rows}).contiguous();
+  Size ends("num_rows + 1", num_rows + 1, "new_tokens");
+  const Argument i = expect.tensor("indptr", indptr).int32().shape({&ends}).contiguous();
+  const Argument t = expect.tensor("tokens", tokens).int32().shape({&size}).contiguous();
+  const Argument c = expect.tensor("counts", counts).int32().shape({&size}).contiguous();
+  const Argument l = expect.tensor("lengths", lengths).int32().shape({&num_rows}).contiguous();
+  AppendTokenCountsParams params{.indptr = i.as<const int32_t>(),
+                                 .tokens = t.as<int32_t>(),
+                                 .counts = c.as<int32_t>(),
+                                 .lengths = l.as<int32_t>(),
+                                 .new_tokens = n.as<const int64_t>(),
+                                 .num_rows = num_rows,
+                                 .size = size};
+  Arguments read(n), written(t);
+  read.add(i);
+  written.add(c, l);
+  expect.that(positions.has_value() == next_positions.has_value(),
+              "positions: expected positions and next_positions together, got one of them");
+  if (positions) {
+    const Argument p =
+        expect.tensor("positions", *positions).int64().shape({&num_rows}).contiguous();
+    const Argument k =
+        expect.tensor("next_positions", *next_positions).int64().shape({&num_rows}).contiguous();
+    params.positions = p.as<const int64_t>();
+    params.next_positions = k.as<int64_t>();
+    read.add(p);
+    written.add(k);
+  }
+  check_index(expect, i,
+              {.noun = "a rising end of a list", .high = size + 1, .max_increase = size});
+  check_index(expect, l, {.noun = "a number of entries", .high = size + 1});
+  check_index(expect, n, {.noun = "a token", .high = int64_t{1} << 31, .skip = true});
+  expect.apart(written, read);
+  if (num_rows == 0) return;
+  if (kOnCpu && !new_tokens.is_meta()) check_room(l, params);
+  launch(params, new_tokens);
+}
+
 void spec_verify(const Tensor& tokens, const Tensor& accepted, const Tensor& draft_tokens,
                  const std::optional<Tensor>& target_tokens,
                  const std::optional<Tensor>& target_probs,
@@ -173,5 +233,6 @@ VLLM_KERNELS_IMPL(library) {
   library.impl("softmax", TORCH_BOX(&vllm_kernels::softmax));
   library.impl("apply_token_bitmask_", TORCH_BOX(&vllm_kernels::apply_token_bitmask_));
   library.impl("apply_repetition_penalties", TORCH_BOX(&vllm_kernels::apply_repetition_penalties));
+  library.impl("append_token_counts", TORCH_BOX(&vllm_kernels::append_token_counts));
   library.impl("spec_verify", TORCH_BOX(&vllm_kernels::spec_verify));
 }

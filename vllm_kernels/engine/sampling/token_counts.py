@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ... import append_token_counts
 from ..request import Sequence
 from ..upload import upload
 
@@ -23,7 +24,6 @@ _GROWTH = 256
 _ENTRIES_PER_ROW = 512
 """Room at first. More room makes CUDA graphs invalid."""
 _NO_TOKEN = -1  # an entry that the op skips
-_NO_MATCH = -2  # a wanted token that no entry has
 
 
 class TokenCounts:
@@ -70,23 +70,15 @@ class CountLists:
         self.generation = 0
         self.size = 0  # number of entries of all rows
         self._num_left = 0  # number of passes until a row may be full
-        zeros = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
-        self._lengths, self._num_covered, self._prompt_lengths = zeros
+        self._lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._next_positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.indptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self._allocate(_ENTRIES_PER_ROW * max_rows)
 
     def _allocate(self, capacity: int) -> None:
         self._capacity = capacity
-        # One more entry takes what is not appended.
-        self._tokens = torch.full(
-            (capacity + 1,), _NO_TOKEN, dtype=torch.int32, device=self._device
-        )
-        self._counts = torch.zeros(capacity + 1, dtype=torch.int32, device=self._device)
-        self._row_of = torch.full(
-            (capacity + 1,), self._rows, dtype=torch.int64, device=self._device
-        )
-        # The number of matches before each entry.
-        self._matches = torch.zeros(capacity + 2, dtype=torch.int32, device=self._device)
+        self._tokens = torch.full((capacity,), _NO_TOKEN, dtype=torch.int32, device=self._device)
+        self._counts = torch.zeros(capacity, dtype=torch.int32, device=self._device)
 
     def lists(self, num_rows: int, is_captured: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the lists for the op. A CUDA graph needs all entries that may be used."""
@@ -100,37 +92,30 @@ class CountLists:
 
     def load(self, sequences: list[Sequence]) -> None:
         """Counts all tokens before the ones that the next pass feeds. They are known."""
-        rows = np.zeros((3, self._rows), np.int64)
+        lengths, next_positions = np.zeros(self._rows, np.int32), np.zeros(self._rows, np.int64)
         tokens, counts, sizes = [], [], np.zeros(self._rows + 1, np.int64)
         for row, sequence in enumerate(sequences):
             if not sequence.request.params.has_penalties:
                 continue
-            covered = sequence.length - 1
             if sequence.counts is None:
                 sequence.counts = TokenCounts(sequence.request.prompt)
-            some, how_often = sequence.counts.upto(sequence.tokens, covered)
+            some, how_often = sequence.counts.upto(sequence.tokens, sequence.length - 1)
             tokens += [some, np.full(_GROWTH, _NO_TOKEN, np.int32)]
             counts += [how_often, np.zeros(_GROWTH, np.int32)]
             sizes[row + 1] = len(some) + _GROWTH
             # A token may be known that a failed pass counted ahead.
-            covered = sequence.counts.num_known
-            rows[:, row] = len(some), covered, len(sequence.request.prompt)
+            lengths[row], next_positions[row] = len(some), sequence.counts.num_known
         self.size, self._num_left = int(sizes.sum()), _GROWTH - 1
         if self.size > self._capacity:
             self._allocate(2 * self.size)
             self.generation += 1
-        uploaded = upload(rows, self._device)
-        self._lengths.copy_(uploaded[0])
-        self._num_covered.copy_(uploaded[1])
-        self._prompt_lengths.copy_(uploaded[2])
+        self._lengths.copy_(upload(lengths, self._device))
+        self._next_positions.copy_(upload(next_positions, self._device))
         self.indptr.copy_(upload(sizes.cumsum().astype(np.int32), self._device))
         self._tokens.fill_(_NO_TOKEN)
-        self._row_of.fill_(self._rows)
         if tokens:
             self._tokens[: self.size] = upload(np.concatenate(tokens), self._device)
             self._counts[: self.size] = upload(np.concatenate(counts), self._device)
-            of_row = np.repeat(np.arange(self._rows), sizes[1:])
-            self._row_of[: self.size] = upload(of_row, self._device)
 
     def append(self, input_ids: Tensor, positions: Tensor) -> None:
         """Counts the tokens that this pass feeds. Without synchronisation, for CUDA graphs.
@@ -142,23 +127,7 @@ class CountLists:
             positions: int64 [n], their positions.
         """
         n = len(input_ids)
-        row_of, lengths, covered = self._row_of, self._lengths[:n], self._num_covered[:n]
-        starts, ends = self.indptr[:n].long(), self.indptr[1 : n + 1].long()
-        has_list = ends > starts
-        is_new = has_list & (positions >= covered)
-        is_output = (positions >= self._prompt_lengths[:n]).int()
-        wanted = torch.full((self._rows + 1,), _NO_MATCH, dtype=torch.int32, device=self._device)
-        wanted[:n] = torch.where(is_new, input_ids, _NO_MATCH).int()
-        gain = torch.zeros_like(wanted)
-        gain[:n] = is_output
-        match = self._tokens == wanted[row_of]
-        self._counts += match * gain[row_of]
-        # A sum per row by index_add_ would be 512 atomic additions to the same address.
-        torch.cumsum(match, 0, dtype=torch.int32, out=self._matches[1:])
-        found = self._matches[ends] > self._matches[starts]
-        is_appended = is_new & ~found
-        places = torch.where(is_appended, starts + lengths, self._capacity)
-        self._tokens.scatter_(0, places, input_ids.int())
-        self._counts.scatter_(0, places, is_output)
-        lengths += is_appended
-        torch.where(is_new, positions + 1, covered, out=covered)
+        append_token_counts(
+            self._tokens, self._counts, self._lengths[:n], self.indptr[: n + 1], input_ids,
+            positions, self._next_positions[:n],
+        )  # fmt: skip
