@@ -30,8 +30,8 @@ def assert_steps(lists: dict[str, torch.Tensor], steps: list[dict[str, torch.Ten
     """The op after each step, and the reference, have the same lists."""
     state = {name: x.cpu().clone() for name, x in lists.items()}
     for step in steps:
-        OP(**lists, **step)
         want = reference.append_token_counts(**state, **{n: x.cpu() for n, x in step.items()})
+        OP(**lists, **step)
         state |= dict(zip(("tokens", "counts", "lengths"), want, strict=False))
         for name, x in state.items():
             assert torch.equal(lists[name].cpu(), x), name
