@@ -141,9 +141,9 @@ struct BinRange {
   }
 };
 
-// As select() by weight, for a row without many tokens in the same step. Two rounds find the step
-// that holds the threshold; its tokens become a list in every CTA. Returns false if they are too
-// many.
+// As select() by weight, for a row with at most kRowThreads tokens in the same step. Two rounds
+// find the step that holds the threshold. Its tokens become a list in every CTA, where they are
+// ordered. Returns false if they are too many.
 template <typename Cluster, typename TargetOf>
 __device__ __forceinline__ bool select_by_steps(SelectShared& shared, BinSets& sets,
                                                 const Slice& slice, uint32_t lowest, float max,
@@ -183,7 +183,7 @@ __device__ __forceinline__ bool select_by_steps(SelectShared& shared, BinSets& s
   const uint64_t weight = i < size ? weights[i] : 0;
   const uint32_t value = i < size ? values[i] : 0;
   const BlockSum sum = block_sum(shared, weight);
-  const uint64_t target = target_of(0, 1) - found.before;
+  const uint64_t target = target_of(0, 1) - found.before;  // behind round 0 it stays the same
   if (sum.before < target && target <= sum.before + weight) shared.bin = value;
   __syncthreads();
   found.prefix = shared.bin;

@@ -24,8 +24,8 @@ struct Bins {
 struct List {
   alignas(16) uint32_t ordered[kRowThreads];
   alignas(16) uint32_t tokens[kRowThreads];
-  int sizes[3];  // found for top-k with one radix round, with two, and for top-p; may exceed
-                 // kRowThreads
+  // Tokens found for top-k with one radix round, with two, and for top-p. May exceed kRowThreads.
+  int sizes[3];
 };
 
 struct SelectShared {
@@ -107,8 +107,9 @@ struct BlockSum {
 };
 __device__ __forceinline__ BlockSum block_sum(SelectShared& shared, uint64_t mine) {
   const uint64_t upto = inclusive_sum(mine);
-  const int warp = opaque(threadIdx.x) / kWarpSize;  // keeps no address in registers
-  __syncthreads();                                   // all have read the last call's sums
+  // opaque() keeps no address in registers.
+  const int warp = opaque(threadIdx.x) / kWarpSize;
+  __syncthreads();  // all have read the last call's sums
   if (threadIdx.x % kWarpSize == kWarpSize - 1) shared.warp_sums[warp] = upto;
   __syncthreads();
   BlockSum sum{upto - mine, 0};

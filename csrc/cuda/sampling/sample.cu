@@ -6,10 +6,9 @@
 //             which are sparse, in shared memory
 //   few       a small top-k: the first CTA gets a list of candidates (row_list.cuh) and finishes
 //             alone; the other CTAs leave
-//   threshold else top-k: radix rounds by count. min-p: one number. top-p: two rounds by weight
-//   over
-//             what is left, in steps of the logit, and a list (row_list.cuh); radix rounds if that
-//             list is too long
+//   threshold else top-k: radix rounds by count. min-p: one number. top-p, over what is left: two
+//             rounds by weight in steps of the logit, then a list (row_list.cuh). If that list is
+//             too long: radix rounds by weight
 //   draw      weights of the kept tokens per warp, then the one warp that holds the random place
 // Nothing is read before the PDL wait.
 #include "cuda/base/prefetch.cuh"
@@ -45,67 +44,31 @@ __device__ __forceinline__ void for_each_entry(const TokenLists<Value>& lists, i
   __syncthreads();
 }
 
-// Applies the one list that a sample has, bias or penalties, to a slice of final logits, and
-// returns the thread's highest token. A listed token is computed again from its logit in global
-// memory. Only threads with such a token among their own look for their highest one again:
-// shared.list.ordered, which is 0 before, marks them.
-template <typename T>
-__device__ __forceinline__ Highest change_listed(const SampleParams& p, int64_t sample,
-                                                 const SampleRow& request, bool biased,
-                                                 const Slice& slice, SelectShared& shared,
-                                                 Highest highest) {
-  const T* logits = static_cast<const T*>(p.logits.data) + p.row_of(sample) * p.logits.stride;
-  const int32_t* words = p.bitmask.of(sample);
-  const auto change = [&](int at, const auto& changed) {
-    const int token = slice.begin + at;
-    const float logit = p.bitmask.allows(words, token) ? to_float(logits[token]) : -INFINITY;
-    slice.ordered[at] = ordered_bits(changed(logit) / request.temperature);
-    shared.list.ordered[at / kVecWidth<T> % kRowThreads] = 1;
-  };
-  if (biased) {
-    for_each_entry(p.bias, sample, slice, [&](int at, float value) {
-      change(at, [&](float logit) { return ScalarMath::add(logit, value); });
-    });
-  } else {
-    const Penalties penalties = Penalties::read(p, sample);
-    for_each_entry(p.counts, sample, slice, [&](int at, int32_t count) {
-      change(at, [&](float logit) { return penalties.apply(logit, count); });
-    });
-  }
-  if (shared.list.ordered[threadIdx.x] == 0) return highest;
-  highest = {};
-  for_each_own<T>(slice, [&](uint32_t ordered, int index) {
-    if (index < slice.size) highest.visit(ordered, slice.begin + index);
-  });
-  return highest;
-}
-
 // Loads the slice as ordered bits of the final logits. Returns the thread's highest token. Bias and
-// penalties come before the temperature. A sample with both has a pass over the slice for it.
+// penalties come before the temperature.
 template <typename T>
 __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sample,
                                             const SampleRow& request, bool aligned,
-                                            const Slice& slice, SelectShared& shared) {
+                                            const Slice& slice) {
   const bool biased = prefetch_entries(p.bias, sample);
-  const bool penalized = prefetch_entries(p.counts, sample);
-  const bool both = biased && penalized, any = biased || penalized;
+  const bool sparse = prefetch_entries(p.counts, sample) || biased;
   const float temperature = request.temperature;
   const bool divides = temperature != 1.0f;
   const int32_t* words = p.bitmask.of(sample);
-  if (any) shared.list.ordered[threadIdx.x] = 0;
   Highest highest;
   load_slice<T>(
-      p.logits, p.row_of(sample), aligned, slice, !request.greedy || any,
+      p.logits, p.row_of(sample), aligned, slice, !request.greedy || sparse,
       [&](int token) { return p.bitmask.bits_from(words, token); },
       [&](float logit, bool allowed) {
         if (!allowed) logit = -INFINITY;
-        if (divides && !both) logit = logit / temperature;
+        if (divides && !sparse) logit = logit / temperature;
         return ordered_bits(logit);
       },
-      [&](uint32_t ordered, int token) { highest.visit(ordered, token); });
-  if (!any) return highest;
+      [&](uint32_t ordered, int token) {
+        if (!sparse) highest.visit(ordered, token);
+      });
+  if (!sparse) return highest;
   __syncthreads();
-  if (!both) return change_listed<T>(p, sample, request, biased, slice, shared, highest);
   for_each_entry(p.bias, sample, slice, [&](int at, float value) {
     const float logit = from_ordered_bits(slice.ordered[at]);
     slice.ordered[at] = ordered_bits(ScalarMath::add(logit, value));
@@ -114,7 +77,6 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
     const float logit = from_ordered_bits(slice.ordered[at]);
     slice.ordered[at] = ordered_bits(Penalties::read(p, sample).apply(logit, value));
   });
-  highest = {};
   for_each_own<T>(slice, [&](uint32_t ordered, int index) {
     if (index >= slice.size) return;
     if (divides) {
@@ -223,7 +185,7 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   clear(shared.bins[0]);
   prepare_list(shared);
   __syncthreads();
-  const Highest highest = load_row<T>(p, sample, request, aligned, slice, shared);
+  const Highest highest = load_row<T>(p, sample, request, aligned, slice);
   if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
   Cluster::wait();
   post_max_key<Cluster>(shared, highest.key());
@@ -283,7 +245,7 @@ __global__ void VLLM_KERNELS_CLUSTER(kClusterSize) __launch_bounds__(kRowThreads
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads, 1)
+__global__ void __launch_bounds__(kRowThreads)
     sample_kernel(const __grid_constant__ SampleParams p, int tokens, bool aligned) {
   sample_cluster<T, RowCluster<1>>(p, tokens, aligned);
 }
