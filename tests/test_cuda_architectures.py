@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_kernels import _C, _library, info
+
 ROOT = Path(__file__).parent.parent
 CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 PRINT = """
@@ -66,6 +68,12 @@ def test_choice(tmp_path, asked, gpus, words, cmake):
     else:
         assert got[1] == "80-real;86-real;120-real;90a-real;120-virtual"
     assert "CMake Warning" not in got[2]
+
+
+def test_info_names_each(monkeypatch):
+    monkeypatch.setattr(_C, "cuda_build", "nvcc 13.0.88 (nvcc), architectures 8.0,9.0a,12.0+PTX")
+    monkeypatch.setattr(_library, "CUDA_LIBRARY", Path(__file__))
+    assert info.built_architectures() == ["8.0", "9.0a", "12.0+PTX"]
 
 
 def test_plain_9_0_warns(tmp_path):

@@ -159,6 +159,12 @@ def test_what_is_no_dense_tensor(query: torch.Tensor, kind: str):
             call(query=query)
 
 
+def test_a_nested_tree():
+    tree = torch.nested.nested_tensor([TABLE[0], TABLE[1]])
+    with pytest.raises(vk.Unsupported, match=r"tree_mask: expected a dense tensor, got a nested"):
+        attend(tree_mask=tree)
+
+
 def test_a_negated_view():
     """torch makes a tensor of one that is read, and cannot write one."""
     negated = torch._neg_view(torch.ones(4, 64))

@@ -301,7 +301,7 @@ def reference_of(attack: Attack, copies: Call) -> Call:
         or any("token_to_seq" in kind for kind in attack.changes)  # contradicts cu_seq_lens
     ):
         return {}
-    if not all(ordinary(x) for x in tensors):
+    if not all(ordinary(x) for x in tensors) or leaves_no_choice(attack, copies):
         return {}
     call = {key: each_tensor(value, Tensor.clone) for key, value in copies.items()}
     call["x"] = call.get("input")
@@ -337,11 +337,13 @@ def reference_of(attack: Attack, copies: Call) -> Call:
 def ordinary(x: Tensor) -> bool:
     if not is_plain(x) or not 0 < x.numel() <= LARGEST:
         return False
-    if not x.is_floating_point():
-        return True
-    # Scores times 1e-45 are 0 in float32, and equal scores leave no choice of tokens.
-    size = x.float().abs()
-    return bool(((size < 1e3) & ((size == 0) | (size > 1e-30))).all())
+    return not x.is_floating_point() or bool((x.float().abs() < 1e3).all())
+
+
+def leaves_no_choice(attack: Attack, call: Call) -> bool:
+    """Whether SparQ's scores are all 0 in float32: times 1e-45, say."""
+    scale = call.get("k_scale") if attack.op == "sparq_attention" else None
+    return scale is not None and bool((scale.abs() < 1e-30).all())
 
 
 # --- processes

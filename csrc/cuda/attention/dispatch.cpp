@@ -71,7 +71,7 @@ int padded_for_prefill(int head_size) {
   return 256;
 }
 
-// Whether lanes copy pages of one token (kv_pipeline.cuh). paged_attention's binding describes such
+// Whether lanes copy pages of one token (kv_pipeline.cuh). launch_paged_attention() describes such
 // pages of layout vllm as HND. Scales of tokens are copied 4 at a time.
 bool has_single_tokens(const PagedAttentionParams& p) {
   const bool few_rows = int64_t{p.max_query_len} * group_of(p) <= kSingleTokenRows;
