@@ -105,7 +105,7 @@ def readme() -> Lines:
 
 
 def prompts() -> Lines:
-    verify, prefill = Results("12_verify_h200"), Results("20_prefill_h200")
+    verify, prefill = Results("12_verify_h200"), Results("20_prefill")
     pages = ["FlashAttention 3, pages of 16", "FlashInfer", "XQA"]
     lines = [["workload", "ours", "TFLOP/s", "best peer on 16-token pages", "on contiguous keys"]]
     for workload, label in VERIFY.items():
@@ -122,8 +122,8 @@ def prompts() -> Lines:
 
 
 def small_ops() -> Lines:
-    results = Results("30_small_ops_h200")
-    rows = json.loads((ROOT / "benchmarks/results/30_small_ops_h200.json").read_text())["rows"]
+    results = Results("30_small_ops")
+    rows = json.loads((ROOT / "benchmarks/results/30_small_ops.json").read_text())["rows"]
     results.rows = {row[1]: row for row in rows if row[0] == 256}
     return [
         ["op", "ours", "vLLM", "FlashInfer"],
@@ -135,7 +135,7 @@ def small_ops() -> Lines:
 
 
 def layer() -> Lines:
-    results = Results("40_layer_h200")
+    results = Results("40_layer")
     ours = ["one launch", "one launch, NHD", "fused", "fused, NHD", "unfused", "unfused, NHD"]
     flashinfer = [name for name in results.columns if name.startswith("FlashInfer")]
     return [
