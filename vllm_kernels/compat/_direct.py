@@ -89,8 +89,7 @@ def varlen(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor | None:
-    """:func:`vllm_kernels.varlen_attention`, or None. Tokens that no sequence owns may give
-    anything."""
+    """:func:`vllm_kernels.varlen_attention`, or None."""
     if modes_are_on() and may_skip_modes():
         with DisableTorchFunction():
             return varlen(

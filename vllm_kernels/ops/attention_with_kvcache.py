@@ -48,8 +48,8 @@ def attention_with_kvcache(
     Args:
         query: [batch, query_len, num_heads, head_size]: as many query tokens for each sequence. Or
             [num_tokens, num_heads, head_size], one a sequence or by query_start_loc. float32,
-            float16 or bfloat16; one stride between all tokens. Tokens that no sequence owns may
-            give anything.
+            float16 or bfloat16; one stride between all tokens. Tokens that no sequence owns get
+            0.
         key_cache, value_cache: written if there are new tokens. With a block table pages as
             :func:`paged_attention` has them. Without one a row for each sequence, [batch_cache,
             length, num_kv_heads, head_size]; both have rows equally many tokens apart.

@@ -256,40 +256,47 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+// State space of a copy's destination, which is always the CTA's own shared memory. CUDA below 12.8
+// has no shared::cta here. With shared::cluster, ptxas adds a call and a stack frame for sm_120.
+#if __CUDA_ARCH__ >= 1000
+#define VLLM_KERNELS_COPY_TO "shared::cta"
+#else
+#define VLLM_KERNELS_COPY_TO "shared::cluster"
+#endif
 // Copies `bytes` from global to shared memory. `bytes` and both addresses are multiples of 16.
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes,
                                           uint32_t barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
+  asm volatile("cp.async.bulk." VLLM_KERNELS_COPY_TO
+               ".global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+               : "memory");
 }
 // Copies one box of a 4-dimensional tensor map by TMA, starting at (c0, c1, c2, c3).
 __device__ __forceinline__ void tma_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
                                              int c3, uint32_t barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "l"(policy)
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.4d." VLLM_KERNELS_COPY_TO
+               ".global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+               "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "l"(policy)
+               : "memory");
 }
 // The same for 4 or 5 dimensions and without an L2 policy: other CTAs read the same pages.
 __device__ __forceinline__ void tma_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
                                              int c3, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier)
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.4d." VLLM_KERNELS_COPY_TO
+               ".global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+               "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier)
+               : "memory");
 }
 __device__ __forceinline__ void tma_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
                                              int c3, int c4, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
-      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.5d." VLLM_KERNELS_COPY_TO
+               ".global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+               "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
+               : "memory");
 }
 __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

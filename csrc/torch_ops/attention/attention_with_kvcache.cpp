@@ -209,7 +209,7 @@ torch::stable::Tensor attention_with_kvcache(
   const int64_t query_len = even ? x.size(1) : 1;
   expect.that(!even || !query_start_loc,
               "query_start_loc: expected None for query of 4 dimensions");
-  Tensor result = empty(x.sizes(), x.scalar_type(), query);
+  Tensor result = (query_start_loc ? zeros : empty)(x.sizes(), x.scalar_type(), query);
   Folded folded[2];
   Caches caches;
   Queries queries;

@@ -66,8 +66,7 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
   launch_paged_attention(params, query, scratch);
 }
 
-// A new tensor for the result, and the arguments that flash_attn's callers give. Tokens that no
-// sequence owns may give anything.
+// A new tensor for the result, and the arguments that flash_attn's callers give.
 torch::stable::Tensor varlen_attention_result(const Tensor& query, const Tensor& key,
                                               const Tensor& value, const Tensor& query_start_loc,
                                               const Tensor& key_start_loc, int64_t max_query_len,
@@ -75,7 +74,7 @@ torch::stable::Tensor varlen_attention_result(const Tensor& query, const Tensor&
                                               int64_t window_right, double softcap,
                                               const std::optional<Tensor>& sinks) {
   const Argument x = Expect("varlen_attention").tensor("query", query).rank(3, 3);
-  Tensor out = empty(x.sizes(), x.scalar_type(), query);
+  Tensor out = zeros(x.sizes(), x.scalar_type(), query);
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   varlen_attention(out, {}, query, key, value, query_start_loc, key_start_loc, factor, {},
                    window_left, window_right, softcap, sinks, {}, {}, max_query_len, {});
