@@ -4,7 +4,7 @@ find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
 
 execute_process(
   COMMAND ${Python_EXECUTABLE} -c
-          "import importlib.util as u, importlib.metadata as m; s = u.find_spec('torch'); print(s.submodule_search_locations[0] + ';' + m.version('torch'))"
+          "import importlib.util as u, importlib.metadata as m, os; s = u.find_spec('torch'); print(os.path.realpath(s.submodule_search_locations[0]) + ';' + m.version('torch'))"
   OUTPUT_VARIABLE TORCH_FOUND OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE TORCH_MISSING ERROR_QUIET)
 if(TORCH_MISSING)
   message(FATAL_ERROR "vllm_kernels: ${Python_EXECUTABLE} has no torch. Install torch >= 2.11 first, "

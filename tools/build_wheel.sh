@@ -13,7 +13,7 @@ export VLLM_KERNELS_BUILD_DIR=${VLLM_KERNELS_BUILD_DIR:-$PWD/build/cmake-$tag}
 torch=$(.venv/bin/python -c 'import torch; print(torch.__path__[0])')
 # torch alone: entry points of other packages in that folder may want another Python.
 mkdir -p "$work/torch_headers"
-ln -sfn "$torch" "$work/torch_headers/torch"
+ln -sfn "$torch" "${torch%/torch}"/torch-*.dist-info "$work/torch_headers"
 
 for python in "${@:-.venv/bin/python}"; do
   venv=$work/$("$python" -c 'import sys; print(sys.implementation.cache_tag)')

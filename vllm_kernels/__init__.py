@@ -45,7 +45,7 @@ Errors
 Modules
     vllm_kernels.kv_cache: KVCacheManager and BatchBuffers; kv_cache.tensors: KVCache and KVShape.
     vllm_kernels.distributed: ContextParallel, attention over the caches of several ranks.
-    vllm_kernels.compat: flash_attn and flash_attn_interface.
+    vllm_kernels.compat: flash_attn, flash_attn_interface and flashinfer, under their names.
     vllm_kernels.integrations: Engine, and transformers.
     vllm_kernels.reference: what each op means, in plain PyTorch.
 """
@@ -60,6 +60,7 @@ from .errors import (
     InvalidArgument,
     InvalidIndex,
     InvalidType,
+    NonFiniteLogits,
     OutOfMemory,
     UnknownRequest,
     Unsupported,
@@ -154,6 +155,7 @@ __all__ = [
     "InvalidType",
     "KVCacheDType",
     "Layout",
+    "NonFiniteLogits",
     "OutOfMemory",
     "UnknownRequest",
     "Unsupported",

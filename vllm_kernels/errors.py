@@ -8,6 +8,7 @@ __all__ = [
     "InvalidArgument",
     "InvalidIndex",
     "InvalidType",
+    "NonFiniteLogits",
     "OutOfMemory",
     "UnknownRequest",
     "Unsupported",
@@ -28,6 +29,10 @@ class Error(RuntimeError):
 
 class InvalidArgument(Error, ValueError):
     """A shape, dtype, device, stride or value that does not fit. The text names the argument."""
+
+
+class NonFiniteLogits(Error, ArithmeticError):
+    """NaN or infinite logits of a request, which ends by them. The text names the request."""
 
 
 class InvalidType(Error, TypeError):

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'vll
 from engines import SMALL, by_transformers, greedy, prompts
 from tiny_models import VOCABULARY, tiny_model
 
+from vllm_kernels import NonFiniteLogits
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.outputs import RequestOutput
 from vllm_kernels.engine.plan import Plan
@@ -190,7 +191,7 @@ def test_logits_that_are_not_finite(value: float, n: int, overlap: bool, device:
             f"Engine: request {culprit}: expected finite logits for output token 4 of sequence 0, "
             "got NaN or infinity"
         )
-        assert type(ended[0].error) is ArithmeticError and str(ended[0].error) == message
+        assert type(ended[0].error) is NonFiniteLogits and str(ended[0].error) == message
         assert len([one for one in outputs if one.request_id == culprit]) == 4 * n + n
         statistics = engine.statistics().scheduler
         assert statistics.num_non_finite == statistics.num_errors == 1

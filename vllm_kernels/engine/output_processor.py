@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..errors import InvalidArgument, NonFiniteLogits
 from .detokenizer import Detokenizer
 from .outputs import TokenOutput
 from .pending_tokens import SampledToken
@@ -42,20 +43,20 @@ class OutputProcessor:
             now: The time in seconds.
 
         Raises:
-            ArithmeticError: The logits are NaN or infinite.
-            ValueError: No token is allowed, or the mask refuses this one.
+            NonFiniteLogits: The logits are NaN or infinite.
+            InvalidArgument: No token is allowed, or the mask refuses this one.
             Exception: The tokenizer or the mask failed.
         """
         request, token = sequence.request, sampled.token
         if token < 0:
             self._scheduler.statistics.num_non_finite += 1
-            raise ArithmeticError(
+            raise NonFiniteLogits(
                 f"Engine: request {request.id}: expected finite logits for output token "
                 f"{sequence.num_output} of sequence {sequence.index}, got NaN or infinity"
             )
         constraints = request.constraints
         if constraints is not None and not constraints.allows(sequence, token):
-            raise ValueError(
+            raise InvalidArgument(
                 f"Engine: request {request.id}: expected an allowed token for output token "
                 f"{sequence.num_output} of sequence {sequence.index}, got none: allowed_token_ids, "
                 "bad_words, min_tokens and logits_mask together forbid all"
@@ -67,7 +68,7 @@ class OutputProcessor:
             sequence.logprobs.append(sampled.logprobs)
         request.num_failures = request.num_failures_alone = 0
         if sequence.mask is not None and not sequence.mask.accept_token(token):
-            raise ValueError(
+            raise InvalidArgument(
                 f"Engine: request {request.id}: logits_mask: expected to accept token {token}, "
                 "which was drawn, got False"
             )

@@ -138,6 +138,10 @@ def varlen_attention(
         k_scale, v_scale: for 8-bit keys and values, as :func:`paged_attention` has them.
         scale, alibi_slopes, softcap, sinks, max_query_len, out, return_lse, workspace: likewise.
 
+    Warning:
+        On CUDA a call may never end if the starts change while it runs, or if another call uses its
+        workspace at the same time.
+
     Returns:
         out, or (out, lse), as :func:`paged_attention` does.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import sample
+from ...errors import InvalidArgument
 from ..request import Sequence
 from ..upload import upload
 from .constraints import Constraints, num_words
@@ -228,7 +229,7 @@ class Sampler:
             if constraints is not None and constraints.allowed is not None:
                 words &= torch.from_numpy(constraints.allowed)
             if not words.any():
-                raise ValueError(
+                raise InvalidArgument(
                     f"Engine: request {sequence.request.id}: logits_mask: expected an allowed "
                     f"token for output token {sequence.num_sampled}, got none"
                 )

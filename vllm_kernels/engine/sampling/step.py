@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import spec_verify
+from ...errors import InvalidArgument
 from ..pending_tokens import Extras, PendingTokens
 from ..plan import Plan
 from ..request import Request, Sequence
@@ -127,7 +128,7 @@ def _processed(sequence: Sequence, scores: Tensor) -> Tensor:
     result = processor(input_ids, scores[None].clone())
     if not isinstance(result, Tensor) or result.shape != (1, *scores.shape):
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(
+        raise InvalidArgument(
             f"Engine: request {sequence.request.id}: logits_processor: expected scores of shape "
             f"{(1, *scores.shape)}, got {got}"
         )
