@@ -5,6 +5,8 @@ Reads what ptxas said of every object of the build (tools/keep_output.sh keeps i
 With --json FILE it also writes what every kernel takes, for a comparison of two builds.
 
     python tools/check_resources.py build/cmake-cpython-311 [--json resources.json]
+
+ALLOWED lists small spills of architectures without a kernel of their own, with the reason.
 """
 
 from __future__ import annotations
@@ -21,6 +23,18 @@ STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 SERIALIZED = re.compile(r"\((?:C7510|C7519|C7520)\).*")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+# Source, target: the most bytes of stack frame. The loop over 64 tokens has 3100 instructions, and
+# about six of them load a spilled value: docs/lab/prefill/sm80.md.
+PREFILL = "attention/prefill/sm80/instantiations"
+ALLOWED = {
+    (f"{PREFILL}/8bit.cu", "sm_80"): 16,
+    **{
+        (f"{PREFILL}/{dtype}.cu", target): 24
+        for dtype in ("bf16", "f16", "8bit")
+        for target in ("sm_100", "sm_120")
+    },
+    ("attention/decode/instantiations/scaled_int8.cu", "sm_80"): 8,  # heads of 112 alone
+}
 SOURCES = "CMakeFiles/cuda_kernels*.dir/csrc/cuda"
 
 
@@ -30,7 +44,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write registers, shared memory and spills here")
     arguments = parser.parse_args()
     kernels: list[dict[str, str | int]] = []
-    bad = serialized = 0
+    bad = serialized = allowed = 0
     for folder in sorted(arguments.build.glob(SOURCES)):
         for log in sorted(folder.glob("**/*.log")):
             source = str(log.relative_to(folder)).removesuffix(".o.log")
@@ -41,8 +55,10 @@ def main() -> int:
                 elif match := STACK.search(line):
                     stack, stores, loads = map(int, match.groups())
                     kernels[-1] |= {"stack": stack, "spills": stores + loads}
-                    if stack or stores or loads:
-                        last = kernels[-1]
+                    last = kernels[-1]
+                    if 0 < stack <= ALLOWED.get((source, str(last["target"])), 0):
+                        allowed += 1
+                    elif stack or stores or loads:
                         print(f"{source} {last['target']} {last['kernel']}: {match.group(0)}")
                         bad += 1
                 elif match := SERIALIZED.search(line):
@@ -58,7 +74,8 @@ def main() -> int:
     most = max((int(kernel.get("registers", 0)) for kernel in kernels), default=0)
     print(
         f"check_resources: {len(kernels)} kernels, {bad} with a stack frame or spills, "
-        f"{serialized} with serialized wgmma, at most {most} registers"
+        f"{allowed} with small ones that are allowed, {serialized} with serialized wgmma, "
+        f"at most {most} registers"
     )
     return 1 if bad or serialized or not kernels else 0
 

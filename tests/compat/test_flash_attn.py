@@ -150,6 +150,16 @@ def test_varlen(fa, device, dtype, causal):
     )
 
 
+def test_tokens_that_no_sequence_owns(fa, device, dtype):
+    q = random(25, 8, 64, device=device, dtype=dtype)
+    k, v = random(2, 10, 2, 64, device=device, dtype=dtype)
+    starts = starts_of([4, 6], device)
+    torch.empty(8 * q.numel(), device=device).fill_(torch.nan)  # memory that comes again
+    out = fa.flash_attn_varlen_func(q, k, v, starts, starts, 6, 6, causal=True)
+    owned = fa.flash_attn_varlen_func(q[:10], k, v, starts, starts, 6, 6, causal=True)
+    assert torch.equal(out[:10], owned) and not out[10:].any()
+
+
 def test_alibi(device, dtype):
     q = random(3, 7, 4, 64, device=device, dtype=dtype)
     k, v = random(2, 3, 12, 2, 64, device=device, dtype=dtype)

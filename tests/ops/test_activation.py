@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -230,6 +232,17 @@ def test_grad_mode(device, name):
         getattr(vllm_kernels, name)(out, x)
     with torch.inference_mode():
         getattr(vllm_kernels, name)(out, x)
+
+
+@every
+def test_the_op_itself_records_no_gradient(device, name):
+    """torch.ops.vllm_kernels skips the check: it neither raises nor warns."""
+    x = make(name, 4, 64, device=device).requires_grad_()
+    out = torch.empty(4, 64, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        getattr(torch.ops.vllm_kernels, name)(out, x)
+    assert not out.requires_grad and out.grad_fn is None
 
 
 @every

@@ -136,6 +136,18 @@ def test_ragged_queries_and_cumulative_lengths(device, dtype):
     assert torch.equal(by_lens, by_ends)
 
 
+def test_tokens_that_no_sequence_owns(device, dtype):
+    case = make_case(device, dtype, lens=[5, 31], new=0)
+    query = torch.randn(9, HEADS, SIZE).to(device, dtype)
+    starts = ints([1, 3, 4], device)
+    torch.empty(8 * query.numel(), device=device).fill_(torch.nan)  # memory that comes again
+    call = {**case, "query": query, "query_start_loc": starts, "max_query_len": 2}
+    out = vllm_kernels.attention_with_kvcache(**call)
+    assert not out[:1].any() and not out[4:].any()
+    call |= {"query": query[1:4].contiguous(), "query_start_loc": starts - 1}
+    assert torch.equal(vllm_kernels.attention_with_kvcache(**call), out[1:4])
+
+
 def test_cumulative_lengths_of_long_and_short_queries(device, layout):
     """On CUDA the kernels take the differences: prefill, decode beside it, and decode alone."""
     counts = [30] * 60 + [1] * 40 + [0, 3]

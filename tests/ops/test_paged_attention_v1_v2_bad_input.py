@@ -25,6 +25,8 @@ def bad_arguments(case: Case) -> list[tuple[dict[str, object], str]]:
                           r"got shape \[8, 64\]"),
         ({"query": q.transpose(1, 2).contiguous().transpose(1, 2)},
          r"query: expected contiguous heads \(only the stride of num_seqs is free\)"),
+        *[({"scale": scale}, r"scale: expected a number that is finite in float32, got")
+          for scale in (torch.nan, torch.inf, 1e39)],
         ({"num_kv_heads": 3}, r"num_kv_heads: expected a divisor of num_heads = 8, got 3"),
         ({"num_kv_heads": 0}, r"num_kv_heads: expected a divisor of num_heads = 8, got 0"),
         ({"num_kv_heads": 4}, r"value_cache: expected num_kv_heads = 4 \(from num_kv_heads\) at "
