@@ -42,14 +42,24 @@ def test_what_ptxas_says(tmp_path, line, status, said):
 
 
 @pytest.mark.parametrize(
-    "target, stack, status", [("sm_120", 24, 0), ("sm_120", 32, 1), ("sm_90a", 8, 1)]
+    "target, size, stack, spills, status",
+    [
+        ("sm_120", 128, 24, 24, 0),
+        ("sm_120", 128, 32, 24, 1),
+        ("sm_120", 128, 24, 4000, 1),
+        ("sm_120", 64, 24, 24, 1),
+        ("sm_90a", 128, 8, 8, 1),
+    ],
 )
-def test_small_spills_are_allowed_by_name(tmp_path, target, stack, status):
+def test_small_spills_are_allowed_by_name(tmp_path, target, size, stack, spills, status):
     name = "attention/prefill/sm80/instantiations/bf16.cu.o.log"
     log = tmp_path / "CMakeFiles" / "cuda_kernels.dir" / "csrc" / "cuda" / name
     log.parent.mkdir(parents=True)
-    spills = f"    {stack} bytes stack frame, 24 bytes spill stores, 32 bytes spill loads\n"
-    log.write_text(GOOD.replace("sm_90a", target) + spills)
+    said = GOOD.replace("sm_90a", target).replace("some_kernel", f"some_kernelLi{size}E")
+    said = said.replace("0 bytes stack", f"{stack} bytes stack").replace(
+        "0 bytes spill", f"{spills} bytes spill"
+    )
+    log.write_text(said)
     assert (
         subprocess.run([sys.executable, str(TOOL), str(tmp_path)], timeout=60).returncode == status
     )

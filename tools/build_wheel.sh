@@ -12,6 +12,7 @@ tag=$(.venv/bin/python -c 'import sys; print(sys.implementation.cache_tag)')
 export VLLM_KERNELS_BUILD_DIR=${VLLM_KERNELS_BUILD_DIR:-$PWD/build/cmake-$tag}
 torch=$(.venv/bin/python -c 'import torch; print(torch.__path__[0])')
 # torch alone: entry points of other packages in that folder may want another Python.
+rm -rf "$work/torch_headers"
 mkdir -p "$work/torch_headers"
 ln -sfn "$torch" "${torch%/torch}"/torch-*.dist-info "$work/torch_headers"
 

@@ -1,12 +1,12 @@
-"""Fails when a kernel of the CUDA library spills registers, uses a stack frame or has its
-wgmma instructions serialized by ptxas.
+"""Fails when a kernel of the CUDA library spills registers or uses a stack frame, unless ALLOWED
+names it, or has its wgmma instructions serialized by ptxas.
 
 Reads what ptxas said of every object of the build (tools/keep_output.sh keeps it beside them).
 With --json FILE it also writes what every kernel takes, for a comparison of two builds.
 
     python tools/check_resources.py build/cmake-cpython-311 [--json resources.json]
 
-ALLOWED lists small spills of architectures without a kernel of their own, with the reason.
+ALLOWED lists small spills of other architectures than sm_90a, with the reason.
 """
 
 from __future__ import annotations
@@ -23,19 +23,25 @@ STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 SERIALIZED = re.compile(r"\((?:C7510|C7519|C7520)\).*")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
-# Source, target: the most bytes of stack frame. The loop over 64 tokens has 3100 instructions, and
-# about six of them load a spilled value: docs/lab/prefill/sm80.md.
-PREFILL = "attention/prefill/sm80/instantiations"
+# (part of a source, target, part of a kernel's name) -> most bytes of stack frame, and of spills.
+# In prefill's loop of 3100 instructions about six load a spilled value: docs/lab/prefill/sm80.md.
+PREFILL = "prefill/sm80/instantiations/"
 ALLOWED = {
-    (f"{PREFILL}/8bit.cu", "sm_80"): 16,
-    **{
-        (f"{PREFILL}/{dtype}.cu", target): 24
-        for dtype in ("bf16", "f16", "8bit")
-        for target in ("sm_100", "sm_120")
-    },
-    ("attention/decode/instantiations/scaled_int8.cu", "sm_80"): 8,  # heads of 112 alone
+    (PREFILL + "8bit", "sm_80", "Li96E"): (16, 136),
+    **{(PREFILL, target, "Li128E"): (24, 72) for target in ("sm_100", "sm_120")},
+    **{(PREFILL + "8bit", target, "Li96E"): (16, 48) for target in ("sm_100", "sm_120")},
+    ("decode/instantiations/scaled_int8", "sm_80", "Li112E"): (8, 52),
 }
 SOURCES = "CMakeFiles/cuda_kernels*.dir/csrc/cuda"
+
+
+def is_allowed(kernel: dict[str, str | int]) -> bool:
+    """Whether it has a stack frame, within what ALLOWED gives it."""
+    for (source, target, name), (stack, spills) in ALLOWED.items():
+        is_listed = source in str(kernel["source"]) and name in str(kernel["kernel"])
+        if is_listed and target == kernel["target"]:
+            return 0 < int(kernel["stack"]) <= stack and int(kernel["spills"]) <= spills
+    return False
 
 
 def main() -> int:
@@ -56,7 +62,7 @@ def main() -> int:
                     stack, stores, loads = map(int, match.groups())
                     kernels[-1] |= {"stack": stack, "spills": stores + loads}
                     last = kernels[-1]
-                    if 0 < stack <= ALLOWED.get((source, str(last["target"])), 0):
+                    if is_allowed(last):
                         allowed += 1
                     elif stack or stores or loads:
                         print(f"{source} {last['target']} {last['kernel']}: {match.group(0)}")

@@ -18,7 +18,7 @@ step_cuda_tests() {  # a thread a process: their parallel regions would wait for
   echo "cuda_tests rc=$? $(tail -1 "$OUT/cuda_tests.log")"
   grep -E "^(FAILED|ERROR)" "$OUT/cuda_tests.log" | head -20
 }
-step_random_points() {  # 5 minutes; a point that fails: random_points.py POINT
+step_random_points() {  # 5 minutes; to repeat a point: random_points.py POINT
   OMP_NUM_THREADS=1 python3 tests/ops/random_points.py --seconds "${RANDOM_SECONDS:-300}" --processes 8 \
     ${RANDOM_ARGS:-} 2>&1 | tee "$OUT/random_points.log" | tail -5
 }

@@ -39,8 +39,8 @@ Sampling
     apply_repetition_penalties, append_token_counts: its parts. spec_verify: which drafted tokens
     stay.
 Errors
-    Error, a RuntimeError, is the base of InvalidArgument, InvalidType, InvalidIndex, Unsupported
-    and OutOfMemory. check raises what check mode has found on a GPU.
+    Error, a RuntimeError, is the base of InvalidArgument, InvalidType, InvalidIndex, Unsupported,
+    NonFiniteLogits and OutOfMemory. check raises what check mode has found on a GPU.
 
 Modules
     vllm_kernels.kv_cache: KVCacheManager and BatchBuffers; kv_cache.tensors: KVCache and KVShape.

@@ -32,7 +32,7 @@ class InvalidArgument(Error, ValueError):
 
 
 class NonFiniteLogits(Error, ArithmeticError):
-    """NaN or infinite logits of a request, which ends by them. The text names the request."""
+    """NaN or infinite logits. Their request ends with this error, whose text names it."""
 
 
 class InvalidType(Error, TypeError):

@@ -209,9 +209,9 @@ def test_a_weight_that_is_not_finite() -> None:
     with torch.no_grad():
         model.lm_head.weight[5] = torch.nan
     with Engine(model, check=False, **SMALL) as engine:
-        with pytest.raises(ArithmeticError, match="request 0: expected finite logits"):
+        with pytest.raises(NonFiniteLogits, match="request 0: expected finite logits"):
             engine.generate([[2, 3]])
-        with pytest.raises(ArithmeticError, match="request 1: expected finite logits"):
+        with pytest.raises(NonFiniteLogits, match="request 1: expected finite logits"):
             list(engine.stream([2, 3], SamplingParams(temperature=1.0, top_k=5)))
 
 

@@ -140,7 +140,7 @@ def test_tokens_that_no_sequence_owns(device, dtype):
     case = make_case(device, dtype, lens=[5, 31], new=0)
     query = torch.randn(9, HEADS, SIZE).to(device, dtype)
     starts = ints([1, 3, 4], device)
-    torch.empty(8 * query.numel(), device=device).fill_(torch.nan)  # memory that comes again
+    torch.empty(8 * query.numel(), device=device).fill_(torch.nan)  # the allocator reuses it
     call = {**case, "query": query, "query_start_loc": starts, "max_query_len": 2}
     out = vllm_kernels.attention_with_kvcache(**call)
     assert not out[:1].any() and not out[4:].any()

@@ -36,6 +36,16 @@ def test_as_paged_attention(device, dtype, layout, queries):
             assert_right(case, cascade(case, common, return_lse=True))
 
 
+def test_tokens_that_no_sequence_owns(device):
+    case = shared_case(device, torch.float32, 3, [9, 5], queries=[2, 3])
+    want, lse = cascade(case, 3, return_lse=True)
+    wider = replace(case, query=torch.cat([case.query, case.query[:4]]))
+    out, wide_lse = cascade(wider, 3, return_lse=True)
+    torch.testing.assert_close(out[:5], want)
+    torch.testing.assert_close(wide_lse[:5], lse)
+    assert not out[5:].any() and (wide_lse[5:] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 5])
 def test_splits_of_the_common_blocks(device, dtype, num_splits, monkeypatch):
     """As a GPU has them for few rows: equal ones, a shorter last one, empty ones."""

@@ -122,7 +122,7 @@ def ragged(
     value_size = v.shape[-1]
     q, k, v = _of_one_size(q, k, v)
     q, k, v = _contiguous_heads(q), rows_contiguous(k), rows_contiguous(v)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_zeros(q.shape)  # for tokens that no sequence owns
     lses = []
     sinks, window = floats(options.sinks), options.sides()
     starts_q, starts_k = cu_seqlens_q, cu_seqlens_k
@@ -223,7 +223,7 @@ def paged(
     elif q.dtype.itemsize == 1:
         seqs = torch.arange(batch, device=q.device)
     q = _contiguous_heads(_dequantized(q, options.q_descale, seqs))
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = (q.new_empty if cu_seqlens_q is None else q.new_zeros)(q.shape)
     lses = []
     sinks = floats(options.sinks)
     left, right = options.sides()

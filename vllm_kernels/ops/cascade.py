@@ -315,11 +315,17 @@ def cascade_attention(
         plan = num_common_blocks
     partials = query.new_empty(plan.num_splits + 1, *query.shape)
     lses = _both_levels(query, key_cache, value_cache, plan, partials, own, shared)
-    if out is None:
-        out = torch.empty_like(partials[0])
+    result = torch.empty_like(partials[0]) if out is None else out
     lse = torch.empty_like(lses[:num_tokens]) if return_lse else None
-    combine_attn_partials(out, partials, lses.view(plan.num_splits + 1, num_tokens, num_heads), lse)
-    return out if lse is None else (out, lse)
+    lses = lses.view(plan.num_splits + 1, num_tokens, num_heads)
+    combine_attn_partials(result, partials, lses, lse)
+    if query_start_loc is not None:
+        nobody = torch.arange(num_tokens, device=query.device) >= query_start_loc[-1]
+        if out is None:
+            result.masked_fill_(nobody[:, None, None], 0)
+        if lse is not None:
+            lse.masked_fill_(nobody[:, None], -torch.inf)
+    return result if lse is None else (result, lse)
 
 
 def _refuse_other_plans(

@@ -2,7 +2,8 @@
 // num_heads, head_size] over a cache, behind whose tokens it puts new ones -> a new tensor like
 // query. Three launches: the indices of ops/attention_with_kvcache.h, reshape_and_cache's writer
 // and paged_attention's kernel. CUDA has the first two in one for few new tokens. Where nothing is
-// appended and every index is given, cumulative or not, there is the last one alone.
+// appended and every index is given, cumulative or not, there is the last one alone. Query tokens
+// by query_start_loc need a fill of the result before them: some may belong to no sequence.
 #include "ops/attention_with_kvcache.h"
 
 #include <bit>

@@ -26,7 +26,7 @@ inline Tensor empty(std::span<const int64_t> sizes, int32_t scalar_type, const T
   return Tensor(made);
 }
 
-// The same, of zeros: what tokens keep that no sequence owns.
+// The same, filled with zeros, for tokens that no sequence owns.
 inline Tensor zeros(std::span<const int64_t> sizes, int32_t scalar_type, const Tensor& like) {
   Tensor made = empty(sizes, scalar_type, like);
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(made.get()));
