@@ -319,7 +319,7 @@ def cascade_attention(
     lse = torch.empty_like(lses[:num_tokens]) if return_lse else None
     lses = lses.view(plan.num_splits + 1, num_tokens, num_heads)
     combine_attn_partials(result, partials, lses, lse)
-    if query_start_loc is not None:
+    if query_start_loc is not None and (out is None or lse is not None):
         nobody = torch.arange(num_tokens, device=query.device) >= query_start_loc[-1]
         if out is None:
             result.masked_fill_(nobody[:, None, None], 0)
