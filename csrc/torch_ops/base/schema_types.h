@@ -8,6 +8,10 @@
 #include <string>
 #include <string_view>
 
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch 2.11 has only the macro that loses torch's message
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
 namespace vllm_kernels {
 
 // A `Tensor` with one owner and no copies; ops take it by const reference. The stable header's

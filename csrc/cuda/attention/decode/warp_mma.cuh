@@ -313,6 +313,10 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     uint32_t probs[kDepth][kUsed][2];
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
+      if constexpr (kScaled && sm90a_or(0, 1)) {  // loaded again: kept, they would spill on sm_80
+        const uint32_t first = opaque(scales) + (16 * i + kTokens) * 4;
+        of_tokens[i].load_values(first + token_of(lane, 0) * 4, first + token_of(lane, 2) * 4);
+      }
 #pragma unroll
       for (int tile = 0; tile < kUsed; ++tile) {
         float weight[4];

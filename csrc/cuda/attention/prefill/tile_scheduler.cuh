@@ -133,7 +133,6 @@ class PrefillTileScheduler {
     }
     num_tiles_ = __reduce_add_sync(0xffffffffu, row_blocks) * p.kv.num_kv_heads;
     longest_ = __reduce_max_sync(0xffffffffu, longest);
-    class_tokens_ = longest_ / kPrefillClasses + 1;
     num_ctas_ = gridDim.x;
     if (shape.has_concurrent_launch) choose_ctas(shape, lane_sum(tokens), lane_sum(others));
     before_ = 0;
@@ -160,10 +159,11 @@ class PrefillTileScheduler {
     for (;;) {
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
       // The lane's blocks of rows [first, end) belong to this class, by their last visible token.
-      const int until = longest_ - class_ * class_tokens_;
+      const int class_tokens = longest_ / kPrefillClasses + 1;  // positions of a class
+      const int until = longest_ - class_ * class_tokens;
       const int end = blocks_until(shape, until);
       const int first =
-          class_ + 1 < kPrefillClasses ? blocks_until(shape, until - class_tokens_) : 0;
+          class_ + 1 < kPrefillClasses ? blocks_until(shape, until - class_tokens) : 0;
       const uint32_t lane_tiles = (end - first) * heads;
       const uint32_t sum = inclusive_sum(lane_tiles, lane);
       const uint32_t in_round = __shfl_sync(0xffffffffu, sum, 31);
@@ -277,7 +277,6 @@ class PrefillTileScheduler {
   int seq_len_, first_key_, first_query_, query_len_, row_blocks_;
   uint32_t num_tiles_;
   int longest_;        // tokens
-  int class_tokens_;   // positions of a class
   int class_;          // of the last tile
   int first_head_;     // of the last tile's section
   int section_heads_;  // KV heads of a section

@@ -64,26 +64,28 @@ struct Sm80Mma {
   uint32_t query[kRowTiles][std::max(1, kRegisterSteps)][4];
   uint32_t smem_query;  // shared address of this lane's other steps
   float out[kRowTiles][kOutTiles][4];
-  float row_max[kRowTiles][2];    // log2 units; see kRescaleThreshold
-  float sum[kRowTiles][2];        // partial: of this lane's columns
-  uint32_t key_lane, value_lane;  // this lane's byte offset in a tile of K and of V
+  float row_max[kRowTiles][2];  // log2 units; see kRescaleThreshold
+  float sum[kRowTiles][2];      // partial: of this lane's columns
 
   // The warp's row that is row r (of 2) of this lane in row tile `tile`.
   static __device__ __forceinline__ int row_of(int lane, int tile, int r) {
     return tile * 16 + lane / 4 + 8 * r;
   }
 
-  __device__ __forceinline__ void set_addresses(int lane) {
+  // This lane's byte offset in a tile of K, and of V. A B operand is two matrices, in consecutive
+  // registers of one ldmatrix. Recomputed for each KV tile, to save registers.
+  // K matrices: (tokens 0-7, chunk 0) (0-7, 1) (8-15, 0) (8-15, 1).
+  static __device__ __forceinline__ uint32_t key_lane() {
+    const int lane = opaque(threadIdx.x) % 32;
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
-    // A B operand is two matrices, in consecutive registers of one ldmatrix.
-    // K matrices: (tokens 0-7, chunk 0) (0-7, 1) (8-15, 0) (8-15, 1).
-    key_lane = (row + upper * 8) * kColumnBytes + (second ^ row) * 16;
-    // V matrices: (tokens 0-7, dims 0-7) (8-15, 0-7) (0-7, 8-15) (8-15, 8-15).
-    if constexpr (kRowForm) {
-      value_lane = (row + second * 8) * kColumnBytes + (upper ^ row) * 16;
-    } else {
-      value_lane = (row + upper * 8) * kColumnBytes + (second ^ value_swizzle(row)) * 16;
-    }
+    return (row + upper * 8) * kColumnBytes + (second ^ row) * 16;
+  }
+  // V matrices: (tokens 0-7, dims 0-7) (8-15, 0-7) (0-7, 8-15) (8-15, 8-15).
+  static __device__ __forceinline__ uint32_t value_lane() {
+    const int lane = opaque(threadIdx.x) % 32;
+    const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
+    if constexpr (kRowForm) return (row + second * 8) * kColumnBytes + (upper ^ row) * 16;
+    return (row + upper * 8) * kColumnBytes + (second ^ value_swizzle(row)) * 16;
   }
 
   // `start(row)` returns a pointer to a query row of type Query, or null. For an 8-bit cache each
@@ -114,7 +116,7 @@ struct Sm80Mma {
 #pragma unroll
           for (int j = 0; j < 4; ++j) query[tile][k][j] = loaded[k][j];
         } else {
-          store_shared(smem_query_at(tile, k),
+          store_shared(smem_query_at(smem_query, tile, k),
                        uint4{loaded[k][0], loaded[k][1], loaded[k][2], loaded[k][3]});
         }
       }
@@ -148,23 +150,33 @@ struct Sm80Mma {
         for (int j = 0; j < 4; ++j) scores[tile][i][j] = 0.0f;
       }
     }
-    const uint32_t at = key + key_lane;
+    // With two row tiles this is a loop that ptxas cannot unroll. Without it, ptxas loads the
+    // operands of sm_100 and sm_120 so early that registers spill. Held steps have constant
+    // registers, so they need a single pass.
+    constexpr int kUnroll = kRegisterSteps > 0 ? kSteps : 4;
+    const int last = kRowTiles == 2 ? opaque(kSteps - kUnroll) : 0;
+    uint32_t at = key + key_lane(), query_at = smem_query;
+#pragma unroll 1
+    for (int first = 0; first <= last; first += kUnroll) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t a[kRowTiles][4];
+      for (int k = 0; k < kUnroll; ++k) {
+        uint32_t a[kRowTiles][4];
 #pragma unroll
-      for (int tile = 0; tile < kRowTiles; ++tile) query_step(a[tile], tile, k);
+        for (int tile = 0; tile < kRowTiles; ++tile) query_step(a[tile], query_at, tile, k);
 #pragma unroll
-      for (int step = 0; step < kScoreTiles / 2; ++step) {
-        uint32_t b[4];
-        load_matrices(b, (at ^ k % 4 * 32) + k / 4 * kColumnStride<Config::kTokens> +
-                             step * 16 * kColumnBytes);
+        for (int step = 0; step < kScoreTiles / 2; ++step) {
+          uint32_t b[4];
+          load_matrices(b, (at ^ k % 4 * 32) + k / 4 * kColumnStride<Config::kTokens> +
+                               step * 16 * kColumnBytes);
 #pragma unroll
-        for (int tile = 0; tile < kRowTiles; ++tile) {
-          mma_m16n8k16<T>(scores[tile][2 * step], a[tile], b[0], b[1]);
-          mma_m16n8k16<T>(scores[tile][2 * step + 1], a[tile], b[2], b[3]);
+          for (int tile = 0; tile < kRowTiles; ++tile) {
+            mma_m16n8k16<T>(scores[tile][2 * step], a[tile], b[0], b[1]);
+            mma_m16n8k16<T>(scores[tile][2 * step + 1], a[tile], b[2], b[3]);
+          }
         }
       }
+      at += kColumnStride<Config::kTokens>;
+      query_at += kUnroll * 32 * 16;
     }
   }
 
@@ -208,7 +220,7 @@ struct Sm80Mma {
 
   // O += P V of a KV tile. `scores` holds P. `value`: shared address of V.
   __device__ __forceinline__ void accumulate_out(const Scores& scores, uint32_t value) {
-    const uint32_t lane_at = value + value_lane;
+    const uint32_t lane_at = value + value_lane();
 #pragma unroll
     for (int step = 0; step < kScoreTiles / 2; ++step) {
       uint32_t probs[kRowTiles][4];
@@ -264,15 +276,17 @@ struct Sm80Mma {
   }
 
  private:
-  __device__ __forceinline__ uint32_t smem_query_at(int tile, int k) const {
-    return smem_query + (tile * (kSteps - kRegisterSteps) + k - kRegisterSteps) * 32 * 16;
+  // Address of step k of a row tile; `first` is that of the first step.
+  static __device__ __forceinline__ uint32_t smem_query_at(uint32_t first, int tile, int k) {
+    return first + (tile * (kSteps - kRegisterSteps) + k - kRegisterSteps) * 32 * 16;
   }
-  __device__ __forceinline__ void query_step(uint32_t (&a)[4], int tile, int k) const {
+  __device__ __forceinline__ void query_step(uint32_t (&a)[4], uint32_t first, int tile,
+                                             int k) const {
     if (k < kRegisterSteps) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) a[j] = query[tile][k][j];
     } else {
-      const float4 from = load_shared<float4>(smem_query_at(tile, k));
+      const float4 from = load_shared<float4>(smem_query_at(first, tile, k));
       a[0] = __float_as_uint(from.x);
       a[1] = __float_as_uint(from.y);
       a[2] = __float_as_uint(from.z);

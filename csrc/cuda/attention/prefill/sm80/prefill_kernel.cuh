@@ -138,14 +138,12 @@ struct Sm80Consumer {
     const WarpVisible visible_range = warp_visible[threadIdx.x / 32];
     if (first >= visible_range.end || first + kTokens <= visible_range.begin) return;
     const bool adjusts = p.modifies_scores();
+    const bool masks = (present[0] & present[1]) != ~0u || first < visible_range.whole_begin ||
+                       first + kTokens > visible_range.whole_end;
     typename Mma::Scores scores;
     tile.compute_scores(scores, key);
     if (adjusts) adjust(work_tile, first, scores);
-    const uint64_t tokens = present[0] | uint64_t{present[1]} << 32;
-    if (tokens != ~uint64_t{0} || first < visible_range.whole_begin ||
-        first + kTokens > visible_range.whole_end) {
-      mask(work_tile, first, tokens, scores);
-    }
+    if (masks) mask(work_tile, first, present[0] | uint64_t{present[1]} << 32, scores);
     tile.online_softmax(scores, [&](int t, int r) { return adjusts ? 1.0f : score_scale(t, r); });
     tile.accumulate_out(scores, value);
   }
@@ -309,7 +307,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   };
   Sm80Consumer<Config> consumer = {
       .p = p, .shape = shape, .factors = shared.factors, .warp_visible = shared.warp_visible};
-  consumer.tile.set_addresses(threadIdx.x % 32);
   constexpr int kSmemQueryBytes =  // bytes of a warp
       Config::kRowTiles * (Config::kHeadSize / 16 - Config::kRegisterSteps) * 32 * 16;
   consumer.tile.smem_query =
@@ -351,8 +348,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       const uint32_t full = shared_address(&shared.full[stage]);
       if constexpr (Config::kCacheIs8Bit) {
         wait_all_copies();
-        for_each_slice(
-            [&](uint32_t copy_slice) { producer(copy_slice).dequantize(work_tile, tile, stage); });
+        for_each_slice([&](uint32_t copy_slice) {
+          // Heads of 128 spill on sm_100 and sm_120 unless each slice recomputes its addresses.
+          const int to_stage = Config::kHeadSize == 128 ? opaque(stage) : stage;
+          producer(copy_slice).dequantize(work_tile, tile, to_stage);
+        });
         barrier_arrive_warp(full, opaque(threadIdx.x) % 32);
       }
       const int first_tile = work_tile.first_tile, request_tile = work_tile.request_tile;
