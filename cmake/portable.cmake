@@ -1,9 +1,22 @@
 # Libraries built on a new Linux also load on an old one, down to manylinux_2_28: glibc 2.28 and the
 # libstdc++ of GCC 8. Gives the target `portable`, which every library links.
 # tools/check_wheel.py checks the result.
-add_library(old_runtime OBJECT ${ROOT}/stubs/old_runtime.cpp)
 add_library(portable INTERFACE)
-target_link_libraries(portable INTERFACE $<TARGET_OBJECTS:old_runtime>)
+
+# old_runtime.cpp calls functions that only a shared libstdc++ has, with their versions. A compiler
+# that links a static one needs no old functions.
+set(old_runtime ${ROOT}/stubs/old_runtime.cpp)
+execute_process(
+  COMMAND ${CMAKE_CXX_COMPILER} -std=c++20 -fPIC -shared -Wl,--no-undefined ${old_runtime}
+          -o ${CMAKE_CURRENT_BINARY_DIR}/old_runtime_links.so
+  RESULT_VARIABLE old_runtime_fails OUTPUT_QUIET ERROR_QUIET)
+if(old_runtime_fails)
+  set(PORTABLE_PLAN "no: this compiler links a static libstdc++")
+else()
+  set(PORTABLE_PLAN "glibc 2.28 and the libstdc++ of GCC 8")
+  add_library(old_runtime OBJECT ${old_runtime})
+  target_link_libraries(portable INTERFACE $<TARGET_OBJECTS:old_runtime>)
+endif()
 
 execute_process(
   COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/glibc_stubs.py ${CMAKE_CXX_COMPILER}

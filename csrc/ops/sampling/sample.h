@@ -215,8 +215,10 @@ struct AppendTokenCountsParams {
   int32_t* counts;            // [size]
   int32_t* lengths;           // [num_rows], entries of a row that are in use
   const int64_t* new_tokens;  // [num_rows], below 0: none
-  const int64_t* positions;   // [num_rows], or null: every token is counted
-  int64_t* next_positions;    // [num_rows], with positions: tokens at lower positions are counted
+  // [num_rows], or null: every token is counted
+  const int64_t* positions = nullptr;
+  // [num_rows], with positions: tokens at lower positions are counted
+  int64_t* next_positions = nullptr;
   int64_t num_rows, size;
 
   struct Row {

@@ -58,7 +58,7 @@ PagedKv contiguous_kv(const Argument& query, Argument& key, Argument& value, Siz
 // pages in layout NHD. A page has as many tokens as kernels and strides let, and the rows of both
 // are equally many tokens apart. `batch`: rows that are used, the first ones.
 struct RowCache {
-  PagedKv kv;
+  PagedKv kv{};
   int64_t length = 0;      // tokens of a row
   int64_t row_blocks = 0;  // pages from one row to the next
 };

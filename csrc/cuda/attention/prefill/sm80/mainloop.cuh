@@ -42,6 +42,8 @@ struct Sm80Config {
   static constexpr int kChunkElements = kCacheIs8Bit ? 16 : 8;  // elements of a 16-byte copy
   static constexpr int kLaneChunks = kSizes.chunks;
   static constexpr int kRawBytes = kSizes.raw_bytes;
+  // On sm_100 and sm_120 registers spill without two detours that sm_90a does not need.
+  static constexpr bool kSavesRegisters = kRowTiles == 2 && sm90a_or(0, 1);
 };
 
 // Swizzle of V^T: 8 consecutive rows have different values, 4 consecutive ones different pairs. So
@@ -150,11 +152,11 @@ struct Sm80Mma {
         for (int j = 0; j < 4; ++j) scores[tile][i][j] = 0.0f;
       }
     }
-    // With two row tiles this is a loop that ptxas cannot unroll. Without it, ptxas loads the
-    // operands of sm_100 and sm_120 so early that registers spill. Held steps have constant
-    // registers, so they need a single pass.
-    constexpr int kUnroll = kRegisterSteps > 0 ? kSteps : 4;
-    const int last = kRowTiles == 2 ? opaque(kSteps - kUnroll) : 0;
+    // Where kSavesRegisters, this is a loop that ptxas cannot unroll. Without it, ptxas loads the
+    // operands so early that registers spill. Held steps have constant registers, so they need a
+    // single pass.
+    constexpr int kUnroll = Config::kSavesRegisters && kRegisterSteps == 0 ? 4 : kSteps;
+    const int last = Config::kSavesRegisters ? opaque(kSteps - kUnroll) : 0;
     uint32_t at = key + key_lane(), query_at = smem_query;
 #pragma unroll 1
     for (int first = 0; first <= last; first += kUnroll) {

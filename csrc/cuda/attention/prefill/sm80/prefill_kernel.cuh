@@ -349,8 +349,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if constexpr (Config::kCacheIs8Bit) {
         wait_all_copies();
         for_each_slice([&](uint32_t copy_slice) {
-          // Heads of 128 spill on sm_100 and sm_120 unless each slice recomputes its addresses.
-          const int to_stage = Config::kHeadSize == 128 ? opaque(stage) : stage;
+          // Heads of 128 spill unless each slice recomputes its addresses.
+          const bool recomputes = Config::kSavesRegisters && Config::kHeadSize == 128;
+          const int to_stage = recomputes ? opaque(stage) : stage;
           producer(copy_slice).dequantize(work_tile, tile, to_stage);
         });
         barrier_arrive_warp(full, opaque(threadIdx.x) % 32);
