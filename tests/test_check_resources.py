@@ -22,7 +22,7 @@ SERIALIZED = "ptxas info    : ({}) {} in function 'some_kernel'"
 @pytest.mark.parametrize(
     "line, status, said",
     [
-        ("", 0, "0 with a stack frame or spills, 0 with"),
+        ("", 0, "0 with a stack frame or spills, 0 with small ones that are allowed, 0 with"),
         ("    24 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads", 1,
          "norm/some.cu sm_90a some_kernel: 24 bytes stack frame"),
         (SERIALIZED.format("C7510", "wgmma.mma_async is serialized"), 1, "(C7510) wgmma"),
@@ -39,6 +39,31 @@ def test_what_ptxas_says(tmp_path, line, status, said):
         [sys.executable, str(TOOL), str(tmp_path)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == status and said in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "target, size, stack, spills, status",
+    [
+        ("sm_100", 128, 24, 24, 0),
+        ("sm_100", 128, 32, 24, 1),
+        ("sm_100", 128, 24, 4000, 1),
+        ("sm_100", 64, 24, 24, 1),
+        ("sm_120", 128, 8, 8, 1),
+        ("sm_90a", 128, 8, 8, 1),
+    ],
+)
+def test_small_spills_are_allowed_by_name(tmp_path, target, size, stack, spills, status):
+    name = "attention/prefill/sm80/instantiations/bf16.cu.o.log"
+    log = tmp_path / "CMakeFiles" / "cuda_kernels.dir" / "csrc" / "cuda" / name
+    log.parent.mkdir(parents=True)
+    said = GOOD.replace("sm_90a", target).replace("some_kernel", f"some_kernelLi{size}ELNS0_6KvFormE2E")
+    said = said.replace("0 bytes stack", f"{stack} bytes stack").replace(
+        "0 bytes spill", f"{spills} bytes spill"
+    )
+    log.write_text(said)
+    assert (
+        subprocess.run([sys.executable, str(TOOL), str(tmp_path)], timeout=60).returncode == status
+    )
 
 
 def test_no_kernels_is_no_success(tmp_path):

@@ -1,10 +1,12 @@
-"""Fails when a kernel of the CUDA library spills registers, uses a stack frame or has its
-wgmma instructions serialized by ptxas.
+"""Fails when a kernel of the CUDA library spills registers or uses a stack frame, unless ALLOWED
+names it, or has its wgmma instructions serialized by ptxas.
 
 Reads what ptxas said of every object of the build (tools/keep_output.sh keeps it beside them).
 With --json FILE it also writes what every kernel takes, for a comparison of two builds.
 
     python tools/check_resources.py build/cmake-cpython-311 [--json resources.json]
+
+ALLOWED lists small spills of other architectures than sm_90a, with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +23,23 @@ STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 SERIALIZED = re.compile(r"\((?:C7510|C7519|C7520)\).*")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+# (part of a source, target, part of a kernel's name) -> most bytes of stack frame, and of spills.
+# In prefill's loop of 3100 instructions about six load a spilled value. The cure costs 6 to 10%:
+# docs/lab/prefill/sm80.md.
+ALLOWED = {
+    (f"prefill/sm80/instantiations/{name}.cu", "sm_100", "Li128ELNS0_6KvFormE2E"): (24, 68)
+    for name in ("bf16", "f16")
+}
 SOURCES = "CMakeFiles/cuda_kernels*.dir/csrc/cuda"
+
+
+def is_allowed(kernel: dict[str, str | int]) -> bool:
+    """Whether it has a stack frame, within what ALLOWED gives it."""
+    for (source, target, name), (stack, spills) in ALLOWED.items():
+        is_listed = source in str(kernel["source"]) and name in str(kernel["kernel"])
+        if is_listed and target == kernel["target"]:
+            return 0 < int(kernel["stack"]) <= stack and int(kernel["spills"]) <= spills
+    return False
 
 
 def main() -> int:
@@ -30,7 +48,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write registers, shared memory and spills here")
     arguments = parser.parse_args()
     kernels: list[dict[str, str | int]] = []
-    bad = serialized = 0
+    bad = serialized = allowed = 0
     for folder in sorted(arguments.build.glob(SOURCES)):
         for log in sorted(folder.glob("**/*.log")):
             source = str(log.relative_to(folder)).removesuffix(".o.log")
@@ -41,8 +59,10 @@ def main() -> int:
                 elif match := STACK.search(line):
                     stack, stores, loads = map(int, match.groups())
                     kernels[-1] |= {"stack": stack, "spills": stores + loads}
-                    if stack or stores or loads:
-                        last = kernels[-1]
+                    last = kernels[-1]
+                    if is_allowed(last):
+                        allowed += 1
+                    elif stack or stores or loads:
                         print(f"{source} {last['target']} {last['kernel']}: {match.group(0)}")
                         bad += 1
                 elif match := SERIALIZED.search(line):
@@ -58,7 +78,8 @@ def main() -> int:
     most = max((int(kernel.get("registers", 0)) for kernel in kernels), default=0)
     print(
         f"check_resources: {len(kernels)} kernels, {bad} with a stack frame or spills, "
-        f"{serialized} with serialized wgmma, at most {most} registers"
+        f"{allowed} with small ones that are allowed, {serialized} with serialized wgmma, "
+        f"at most {most} registers"
     )
     return 1 if bad or serialized or not kernels else 0
 

@@ -42,8 +42,14 @@ struct Sm80Config {
   static constexpr int kChunkElements = kCacheIs8Bit ? 16 : 8;  // elements of a 16-byte copy
   static constexpr int kLaneChunks = kSizes.chunks;
   static constexpr int kRawBytes = kSizes.raw_bytes;
-  // On sm_100 and sm_120 registers spill without two detours that sm_90a does not need.
+  // Without a loop that ptxas cannot unroll it loads the operands of S so early that registers
+  // spill on sm_100 and sm_120. sm_90a needs no such loop.
   static constexpr bool kSavesRegisters = kRowTiles == 2 && sm90a_or(0, 1);
+  // Steps of 16 dimensions in a pass of that loop. All in one pass where some steps are held, as
+  // registers have no index, and for 16-bit rows, which 4 made 6 to 10% slower.
+  static constexpr bool kLoops = kForm == KvForm::kPackedPages || kCacheIs8Bit;
+  static constexpr int kPassSteps =
+      kSavesRegisters && kLoops && kRegisterSteps == 0 ? 4 : kHeadSize / 16;
 };
 
 // Swizzle of V^T: 8 consecutive rows have different values, 4 consecutive ones different pairs. So
@@ -152,10 +158,7 @@ struct Sm80Mma {
         for (int j = 0; j < 4; ++j) scores[tile][i][j] = 0.0f;
       }
     }
-    // Where kSavesRegisters, this is a loop that ptxas cannot unroll. Without it, ptxas loads the
-    // operands so early that registers spill. Held steps have constant registers, so they need a
-    // single pass.
-    constexpr int kUnroll = Config::kSavesRegisters && kRegisterSteps == 0 ? 4 : kSteps;
+    constexpr int kUnroll = Config::kPassSteps;
     const int last = Config::kSavesRegisters ? opaque(kSteps - kUnroll) : 0;
     uint32_t at = key + key_lane(), query_at = smem_query;
 #pragma unroll 1
