@@ -252,7 +252,7 @@ struct PrefillSm80Sizes {
   constexpr PrefillSm80Sizes(int head_size, bool cache_is_8_bit)
       : row_tiles(head_size <= 128 ? 2 : 1),
         max_stages(head_size <= 192 ? 3 : 2),
-        held_steps(head_size == 96    ? 3
+        held_steps(head_size == 96    ? cache_is_8_bit ? 3 : 4
                    : head_size == 128 ? 0
                    : head_size == 256 ? 7
                                       : head_size / 16),

@@ -43,13 +43,13 @@ struct Sm80Config {
   static constexpr int kLaneChunks = kSizes.chunks;
   static constexpr int kRawBytes = kSizes.raw_bytes;
   // Without a loop that ptxas cannot unroll it loads the operands of S so early that registers
-  // spill on sm_100 and sm_120. sm_90a needs no such loop.
-  static constexpr bool kSavesRegisters = kRowTiles == 2 && sm90a_or(0, 1);
-  // Steps of 16 dimensions in a pass of that loop. All in one pass where some steps are held, as
-  // registers have no index, and for 16-bit rows, which 4 made 6 to 10% slower.
-  static constexpr bool kLoops = kForm == KvForm::kPackedPages || kCacheIs8Bit;
-  static constexpr int kPassSteps =
-      kSavesRegisters && kLoops && kRegisterSteps == 0 ? 4 : kHeadSize / 16;
+  // spill on sm_100 and sm_120. 16-bit rows with heads of 128 spill, too, but the loop made them 2
+  // to 10% slower (docs/lab/prefill/sm80.md). sm_90a needs no loop.
+  static constexpr bool kSavesRegisters =
+      sm90a_or(0, 1) && (kCacheIs8Bit ? kHeadSize == 96 || kHeadSize == 128
+                                      : kForm == KvForm::kPackedPages && kHeadSize == 128);
+  // Steps of 16 dimensions in a pass of that loop. All, if some are held: registers have no index.
+  static constexpr int kPassSteps = kSavesRegisters && kRegisterSteps == 0 ? 4 : kHeadSize / 16;
 };
 
 // Swizzle of V^T: 8 consecutive rows have different values, 4 consecutive ones different pairs. So
