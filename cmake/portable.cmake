@@ -11,7 +11,7 @@ execute_process(
           -o ${CMAKE_CURRENT_BINARY_DIR}/old_runtime_links.so
   RESULT_VARIABLE old_runtime_fails OUTPUT_QUIET ERROR_QUIET)
 if(old_runtime_fails)
-  set(PORTABLE_PLAN "no: this compiler links a static libstdc++")
+  set(PORTABLE_PLAN "this system or newer: the compiler links no shared libstdc++")
 else()
   set(PORTABLE_PLAN "glibc 2.28 and the libstdc++ of GCC 8")
   add_library(old_runtime OBJECT ${old_runtime})

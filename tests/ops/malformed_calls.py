@@ -46,7 +46,7 @@ import vllm_kernels
 from vllm_kernels import reference
 
 OPS = sorted(VALID_CALLS)
-SECONDS_OF_A_CALL = 300  # call 295448 expands a query to 2^31 - 1 heads, and takes 111 s
+SECONDS_OF_A_CALL = 300  # more is a hang; call 295448 has 2^31 - 1 heads and takes 111 s
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 PAGE_LIST = {"block_tables": "kv_indices", "seq_lens": "last_page_len"}
 # What ASan and UBSan say first, and the library's frames.

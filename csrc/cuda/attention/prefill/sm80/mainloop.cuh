@@ -43,7 +43,7 @@ struct Sm80Config {
   static constexpr int kLaneChunks = kSizes.chunks;
   static constexpr int kRawBytes = kSizes.raw_bytes;
   // Without a loop that ptxas cannot unroll it loads the operands of S so early that registers
-  // spill on sm_100 and sm_120. 16-bit rows with heads of 128 spill, too, but the loop made them 2
+  // spill on sm_100 and sm_120. 16-bit rows with heads of 128 spill, too, but the loop made them 1
   // to 10% slower (docs/lab/prefill/sm80.md). sm_90a needs no loop.
   static constexpr bool kSavesRegisters =
       sm90a_or(0, 1) && (kCacheIs8Bit ? kHeadSize == 96 || kHeadSize == 128
