@@ -97,8 +97,9 @@ def generate(model, prompt):
 
 def main():
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    # Loaded first: transformers keeps a process group that it finds, past the end of the program.
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="float32").eval()
+    dist.init_process_group("gloo")
     text = "The for statement is used to iterate over the elements of a sequence. " * 100
     prompt = AutoTokenizer.from_pretrained(FOLDER)(text)["input_ids"][:700]
     with torch.inference_mode():
