@@ -54,7 +54,10 @@ PRINTED = {
     ("docs/engine.md", "sampled"): r"(?s).+\n.+\n0 (stop|length)\n1 (stop|length)\n.+",
     ("docs/engine.md", "add_request"): r"2 requests finished",
     ("docs/engine.md", "AsyncEngine"): r"True\ntoo late\n4 tokens",
-    ("docs/flash_attn.md", "torch.randn"): r"torch\.Size\(\[2, 7, 8, 64\]\)",
+    ("docs/flash_attn.md", "import flash_attn_func\n\nquery"): r"torch\.Size\(\[2, 7, 8, 64\]\)",
+    ("docs/flash_attn.md", "flash_attn_varlen_func"): (
+        r"torch\.Size\(\[8, 8, 64\]\)\ntorch\.Size\(\[2, 1, 8, 64\]\)"
+    ),
     ("docs/flash_attn.md", "compat.install"): r"",
     ("docs/flashinfer.md", "plan"): r"torch\.Size\(\[2, 8, 64\]\)",
     ("docs/flashinfer.md", "table"): r"torch\.Size\(\[2, 8, 64\]\)",

@@ -81,6 +81,22 @@ def manager(*calls: Callable[[KVCacheManager], object]) -> object:
     return [call(one) for call in calls]
 
 
+def copy(*pairs: tuple[int, int]) -> None:
+    cache = torch.zeros(4, 16)
+    vk.copy_blocks_mla([cache], torch.tensor(pairs))
+
+
+def vllm_decode(max_seq_len: int, block_size: int = 16) -> None:
+    """A call of paged_attention_v2 with room for one partition."""
+    query, one = torch.randn(2, 8, 64), torch.ones(1)
+    cache = torch.zeros(4, 2, 64, block_size)
+    vk.paged_attention_v2(
+        query.clone(), torch.empty(2, 8, 1), torch.empty(2, 8, 1), torch.empty(2, 8, 1, 64), query,
+        cache.view(4, 2, 16, block_size, 4), cache, 2, 0.125, torch.zeros(2, 100, **INT32),
+        torch.tensor([20, 5], **INT32), block_size, max_seq_len, None, "auto", one, one,
+    )  # fmt: skip
+
+
 INT32 = {"dtype": torch.int32}
 TENSORS: list[Callable[[], object]] = [
     lambda: attend(query=torch.randn(2, 8, 64, requires_grad=True)),
@@ -105,6 +121,12 @@ TENSORS: list[Callable[[], object]] = [
     lambda: attend(seq_lens=torch.tensor([40, 5], **INT32)),
     lambda: attend(block_tables=torch.full((2, 2), 9, **INT32)),
     lambda: write(slot_mapping=torch.tensor([0, 1, 999])),
+    lambda: copy((0, 1), (2, 1)),
+    lambda: copy((0, 1), (1, 2)),
+    lambda: vk.swap_blocks(torch.zeros(2, 4), torch.zeros(2, 4), 16, torch.tensor([[0, 1]])),  # type: ignore[call-arg]
+    lambda: vk.scaled_fp8_quant(torch.randn(2, 64), group_shape=(1, 64)),  # type: ignore[call-arg]
+    lambda: vllm_decode(20, block_size=64),
+    lambda: vllm_decode(600),
     rotate,
     lambda: write(k_scale=1.0),
     lambda: attend(k_scale=torch.ones(1)),

@@ -3,9 +3,9 @@
 // a KV block.)
 // swap_blocks_batch: bytes[i] bytes are copied from address from[i] to address to[i].
 //
-// The order of the copies is undefined on CUDA. So no page may be both source and destination in
-// one call, or destination twice. The copies are in list order on the CPU, and where swap_blocks
-// copies within one tensor.
+// The order of the copies is undefined on CUDA. So no page may be destination twice in one call,
+// and copy_blocks may not read a page that another pair writes. Only where swap_blocks copies
+// within one tensor do the copies have the order of the list.
 #pragma once
 #include <cstdint>
 

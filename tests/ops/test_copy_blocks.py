@@ -250,3 +250,20 @@ def test_graph_replay():
     torch.cuda.synchronize()
     for got, expected in zip(keys + values, want):
         assert torch.equal(got, expected)
+
+
+def test_source_that_another_pair_writes():
+    cache = torch.randn(8, 4)
+    before = cache.clone()
+    for pairs, message in (
+        ([[0, 1], [1, 2]], r"block_mapping\[1, 0\] = 1: expected a block that no other pair"),
+        ([[5, 4], [3, 5]], r"block_mapping\[0, 0\] = 5: expected a block that no other pair"),
+        ([[0, 1], [1, 0]], r"block_mapping\[0, 0\] = 0: expected a block that no other pair"),
+    ):
+        with raises(rf"^copy_blocks: {message} writes$"):
+            vllm_kernels.copy_blocks([cache], [before.clone()], torch.tensor(pairs))
+        with raises(rf"^copy_blocks_mla: {message} writes$"):
+            vllm_kernels.copy_blocks_mla([cache], torch.tensor(pairs))
+    assert torch.equal(cache, before)
+    vllm_kernels.copy_blocks_mla([cache], torch.tensor([[0, 0], [0, 1]]))  # nothing is written to 0
+    assert torch.equal(cache[1], before[0])

@@ -27,15 +27,16 @@ def copy_blocks(
             written; none shares memory with another. All blocks have one size in bytes, without
             gaps; the stride of blocks is free.
         block_mapping: [n, 2] int64, pairs (source, destination), on the caches' device or the CPU.
-            No block may be a destination twice, or both a source and a destination: the order of
-            the copies is not defined on CUDA (on the CPU it is that of the list).
+            No block may be a destination twice, and none may be a source that another pair
+            writes: the copies have no order.
 
     Needs no sync and no upload; safe in CUDA graphs (a mapping on the CPU is then baked in).
 
     Raises:
-        RuntimeError: also for a block out of range or a destination that occurs twice, before
-            anything is copied, where the mapping is on the CPU. On CUDA a pair out of range is
-            skipped, and both are reported with VLLM_KERNELS_CHECK=1.
+        RuntimeError: also for a block out of range, a destination that occurs twice, or a source
+            that another pair writes, before anything is copied, where the mapping is on the CPU. On
+            CUDA a pair out of range is skipped. VLLM_KERNELS_CHECK=1 reports it there, and a
+            destination that occurs twice.
 
     Example:
         >>> key_cache, value_cache = torch.arange(8.0).view(2, 4, 1)  # four blocks each

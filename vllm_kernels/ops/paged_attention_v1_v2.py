@@ -64,7 +64,7 @@ def paged_attention_v1(
         kv_cache_dtype: "auto" (query's dtype), "fp8" or "fp8_e4m3", "fp8_e5m2" (uint8 tensors).
         k_scale, v_scale: one float32 on the same device; 8-bit elements stand for element * scale.
         tp_rank ... blocksparse_head_sliding_step: vLLM's block-sparse pattern, on when
-            blocksparse_vert_stride > 1 (csrc/ops/paged_attention.h).
+            blocksparse_vert_stride > 1; otherwise ignored.
 
     Head sizes: multiples of 8 from 32 to 256 (of 16 for 8-bit caches).
 

@@ -37,6 +37,24 @@ void refuse_duplicate_destinations(const Expect& expect, const int64_t* pairs, i
               ": expected a block that no earlier element names");
 }
 
+// No page that a pair writes may be the source of another pair: the order would decide there too. A
+// page copied to itself stays as it is, so other pairs may read it.
+void refuse_written_sources(const Expect& expect, const int64_t* pairs, int64_t num_pairs) {
+  if (num_pairs < 2) return;
+  std::vector<int64_t> written;
+  written.reserve(num_pairs);
+  for (int64_t i = 0; i < num_pairs; ++i) {
+    if (pairs[2 * i] != pairs[2 * i + 1]) written.push_back(pairs[2 * i + 1]);
+  }
+  std::ranges::sort(written);
+  for (int64_t i = 0; i < num_pairs; ++i) {
+    const int64_t source = pairs[2 * i];
+    if (!std::ranges::binary_search(written, source)) continue;
+    expect.fail("block_mapping[" + std::to_string(i) + ", 0] = " + std::to_string(source) +
+                ": expected a block that no other pair writes");
+  }
+}
+
 // Checks pairs in host memory before any copy, whatever the caches' device.
 void check_pairs_on_host(const Expect& expect, const int64_t* pairs, int64_t num_pairs,
                          int64_t num_sources, int64_t num_destinations) {
@@ -89,6 +107,7 @@ void copy_within(Expect& expect, std::initializer_list<NamedCaches> lists,
   if (on_host) {
     check_pairs_on_host(expect, pairs.as<const int64_t>(), pairs.size(0), num_blocks, num_blocks);
     refuse_duplicate_destinations(expect, pairs.as<const int64_t>(), pairs.size(0));
+    refuse_written_sources(expect, pairs.as<const int64_t>(), pairs.size(0));
   } else {
     const IndexBounds blocks{.noun = "a block", .low = 0, .high = num_blocks};
     check_index(expect, pairs, blocks);
