@@ -274,3 +274,51 @@ def test_new_keys_of_another_dtype(device):
     with pytest.raises(RuntimeError, match=r"k: expected torch.float32 \(from k_cache\), got"):
         other = cache.float()
         call(q, other, other, q[:, :, :2], q[:, :, :2], cache_seqlens=3)
+
+
+def test_nothing_is_written_by_a_refused_call(fa, device):
+    """A refused call of the general way had put k and v into the cache."""
+    cache = torch.zeros(8, 16, 2, 64, device=device)
+    q, k = torch.randn(2, 1, 8, 64, device=device), torch.randn(2, 1, 2, 64, device=device)
+    table, lens = ints([[0, 1], [2, 3]], device), ints([21, 19], device)
+    name = table_name(fa)
+    bad_page = ints([[0, 1], [99, 3]], device)
+    some = [
+        ({"softcap": -1.0}, "softcap: expected a finite number >= 0, got -1.0"),
+        ({"softmax_scale": "x"}, "softmax_scale: expected a finite number, got 'x'"),
+        ({"window_size": (3.7, 0)}, r"window_size: expected \(left, right\), got \(3.7, 0\)"),
+        ({"q": q.bfloat16()}, r"k_cache: expected torch.bfloat16 \(from q\), float8_e4m3fn, "),
+        ({"q": q.clone().requires_grad_()}, "q: requires grad"),
+        ({"k": k.to("meta")}, rf"k: expected a tensor on {device}\S* \(from q\), got meta"),
+        ({"q": q.to("meta")}, rf"k_cache: expected a tensor on meta \(from q\), got {device}"),
+        ({name: table.to("meta")}, rf"{name}: expected a tensor on {device}\S* \(from q\), got"),
+        ({"cache_seqlens": -1}, "cache_seqlens: expected a length >= 0, got -1"),
+        ({"q": q[:, 0]}, r"q: expected shape \[batch, seqlen_q, num_heads, head_size\]"),
+    ]  # fmt: skip
+    if fa is FA2:
+        some.append(({"alibi_slopes": q[0, 0, :3, 0]}, r"alibi_slopes: expected shape \[8\] or"))
+    if device == "cpu":
+        some += [
+            ({name: bad_page}, rf"{name}\[1, 0\] = 99: expected a page in \[0, 8\)"),
+            ({name: bad_page.long() + 2**32}, rf"{name}\[0, 0\] = 2147483647: expected a page"),
+            (
+                {"cache_seqlens": lens.long() + 2**32},
+                r"cache_seqlens\[0\] = 2147483647: expected a",
+            ),
+        ]
+    for change, message in some:
+        for more in ({}, {"return_softmax_lse": True}):
+            given = {"q": q, "k": k, "v": k, "cache_seqlens": lens, name: table, **change, **more}
+            with pytest.raises(RuntimeError, match=f"^flash_attn_with_kvcache: {message}"):
+                fa.flash_attn_with_kvcache(given.pop("q"), cache, cache.clone(), **given)
+            assert not cache.any(), message
+
+
+def test_pages_before_the_window_may_be_missing():
+    q, k = torch.randn(1, 1, 8, 64), torch.randn(1, 1, 2, 64)
+    cache = torch.zeros(4, 16, 2, 64)
+    out, lse = FA2.flash_attn_with_kvcache(
+        q, cache, cache.clone(), k, k, cache_seqlens=ints([40], "cpu"), window_size=(5, 0),
+        block_table=ints([[-1, 77, 3]], "cpu"), return_softmax_lse=True,
+    )  # fmt: skip
+    assert torch.equal(cache[3, 8], k[0, 0]) and lse.isfinite().all() and out.any()

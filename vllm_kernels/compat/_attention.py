@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..ops import paged_attention, varlen_attention
 from ..ops._common import inference_only
 from ._cache import NewTokens, append, lengths_of, new_tokens, pages_of, rotated
 from ._checks import (
+    check_alike,
     check_given_integers,
     check_integers,
     check_lengths,
@@ -271,7 +273,8 @@ def _check_new_given(
     name: str, k: Tensor | None, v: Tensor | None, cache_seqlens: int | Tensor | None
 ) -> None:
     if (k is None) != (v is None):
-        raise InvalidArgument(f"{name}: expected k and v together, got one of them")
+        missing = "k" if k is None else "v"
+        raise InvalidArgument(f"{name}: {missing}: expected k and v together, got None")
     if k is not None:
         check_tensors(name, k=k, v=v)
         if cache_seqlens is None:
@@ -339,6 +342,12 @@ def with_cache(
     name = options.function
     check_tensors(name, q=q, k_cache=k_cache, v_cache=v_cache)
     _check_new_given(name, k, v, cache_seqlens)
+    if isinstance(cache_seqlens, Integral):
+        cache_seqlens = int(cache_seqlens)
+        if cache_seqlens < 0:
+            raise InvalidArgument(
+                f"{name}: cache_seqlens: expected a length >= 0, got {cache_seqlens}"
+            )
     check_given_integers(
         name, cache_seqlens=None if isinstance(cache_seqlens, int) else cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
@@ -361,6 +370,15 @@ def with_cache(
         check_new(name, k, v, batch, starts_new is not None, k_cache, options)
         if block_table is not None and block_table.shape[1] == 0:
             raise wrong(name, table_name, "pages for k and v", block_table)
+        # What the attention would refuse, before a token is written.
+        inference_only(name, q, k_cache, v_cache, k, v)
+        check_alike(
+            name, q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+            alibi_slopes=options.alibi_slopes, s_aux=options.sinks, **{table_name: block_table},
+        )  # fmt: skip
+        options.check(batch, tokens.shape[1], k_cache.shape[2])
     capacity = pages.table.shape[1] * pages.key.shape[1]
     tables = check_rotary(name, rotary, k, q.shape[-1], capacity)
     check_places(name, cache_batch_idx, cache_leftpad, k_cache)
@@ -370,7 +388,7 @@ def with_cache(
     if new is not None:
         if tables:
             tokens = _rotate(new, tokens, starts, lengths, tables, rotary_interleaved, options)
-        lengths = append(new, target, lengths, options)
+        lengths = append(new, target, lengths, options, table_name, longest)
     else:
         lengths = lengths.clamp_min(0)
     if cache_leftpad is not None:

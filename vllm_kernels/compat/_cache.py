@@ -10,7 +10,7 @@ from torch import Tensor
 from .._types import KVCacheDType
 from ..errors import InvalidArgument
 from ..ops import reshape_and_cache_flash, rotary_embedding
-from ._checks import check_pages, wrong
+from ._checks import check_page_ids, check_pages, wrong
 from ._options import Options
 from ._rows import int32, int32_table, rows_contiguous, token_seqs
 
@@ -158,14 +158,29 @@ def _slots(new: NewTokens, pages: Pages, lengths: Tensor) -> tuple[Tensor, Tenso
     return torch.where(good, block * page + position % page, -1), real
 
 
-def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> Tensor:
+def append(
+    new: NewTokens,
+    pages: Pages,
+    lengths: Tensor,
+    options: Options,
+    table_name: str,
+    longest: int,
+) -> Tensor:
     """Writes the tokens to their pages; the sequences' lengths with them, 0 where a row is padded.
+
+    ``longest``: query tokens of a sequence, at most.
 
     A row is padded where its length is negative or its table has no page for the first new token,
     or where none is new for the last one: behind that the table may end.
     """
     lengths = lengths.long()
     slots, real = _slots(new, pages, lengths)
+    total = torch.where(real, lengths + new.counts, 0)
+    left = options.sides()[0]
+    check_page_ids(
+        options.function, table_name, pages.table, total,
+        longest + left if left >= 0 else None, pages.key.shape[1], pages.key.shape[0],
+    )  # fmt: skip
     key, value = rows_contiguous(new.key), rows_contiguous(new.value)
     key_cache, value_cache, stored = pages.key, pages.value, pages.key.dtype
     if key.dtype == stored and stored.itemsize == 1:  # nothing to divide: pairs of bytes
@@ -188,7 +203,7 @@ def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> T
         ]
     kind = name.get(stored, "auto")
     reshape_and_cache_flash(key, value, key_cache, value_cache, slots, kind, scales[0], scales[1])
-    return torch.where(real, lengths + new.counts, 0).int()
+    return total.int()
 
 
 def rotated(rows: Tensor, positions: Tensor, table: Tensor, interleaved: bool) -> Tensor:

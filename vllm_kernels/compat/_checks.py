@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import InvalidArgument, Unsupported
+from ..errors import InvalidArgument, InvalidIndex, Unsupported
 from ..ops._common import check_tensors as check_tensors
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ def refuse(function: str, **unsupported: object) -> None:
     """Raises NotImplementedError for the first argument that is neither None, 0 nor False."""
     for name, value in unsupported.items():
         if value is not None and not (isinstance(value, (int, float)) and not value):
-            raise Unsupported(f"{function}: {name}: not supported, got {value!r:.60}")
+            got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+            raise Unsupported(f"{function}: {name}: not supported, got {got}")
 
 
 def wrong(function: str, name: str, want: str, got: Tensor) -> InvalidArgument:
@@ -158,6 +159,27 @@ def check_new(
             )
 
 
+def check_alike(
+    function: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, **others: object
+) -> None:
+    """Dtypes and devices, before a token is written: the attention behind it would refuse them."""
+    if v_cache.dtype != k_cache.dtype:
+        raise InvalidArgument(
+            f"{function}: v_cache: expected {k_cache.dtype} (from k_cache), got {v_cache.dtype}"
+        )
+    computed = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+    if k_cache.dtype.itemsize != 1 and k_cache.dtype != computed:
+        raise InvalidArgument(
+            f"{function}: k_cache: expected {computed} (from q), float8_e4m3fn, float8_e5m2 or "
+            f"int8, got {k_cache.dtype}"
+        )
+    for name, tensor in {"k_cache": k_cache, "v_cache": v_cache, **others}.items():
+        if isinstance(tensor, Tensor) and tensor.device != q.device:
+            raise InvalidArgument(
+                f"{function}: {name}: expected a tensor on {q.device} (from q), got {tensor.device}"
+            )
+
+
 def check_rotary(
     function: str,
     rotary: tuple[Tensor | None, Tensor | None],
@@ -199,6 +221,35 @@ def check_places(
             raise InvalidArgument(
                 f"{function}: {name}[{row}] = {int(values[row])}: expected 0 to {most}"
             )
+
+
+def check_page_ids(
+    function: str,
+    name: str,
+    table: Tensor,
+    lengths: Tensor,
+    visible: int | None,
+    page: int,
+    blocks: int,
+) -> None:
+    """Refuses pages outside the cache where they are on a CPU: those of the last ``visible`` tokens
+    of each sequence, or of all."""
+    if table.device.type != "cpu" or torch.compiler.is_compiling() or not table.numel():
+        return
+    low, high = torch.aminmax(table)
+    if low.item() >= 0 and high.item() < blocks:
+        return
+    column = torch.arange(table.shape[1], device=table.device)
+    used = column * page < lengths[:, None]
+    if visible is not None:
+        used &= (column + 1) * page > lengths[:, None] - visible
+    bad = used & ((table < 0) | (table >= blocks))
+    if bad.any():
+        row, at = bad.nonzero()[0].tolist()
+        raise InvalidIndex(
+            f"{function}: {name}[{row}, {at}] = {int(table[row, at])}: expected a page in "
+            f"[0, {blocks})"
+        )
 
 
 def check_lengths(

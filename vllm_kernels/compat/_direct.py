@@ -64,6 +64,8 @@ def with_kvcache(
     try:
         if not _may_be_direct(q, k_cache, v_cache, k, v, sinks):
             return None
+        if cu_seqlens_q is None and q.ndim != 4:
+            return None
         left, right = window
         more: tuple[object, ...] = ()  # every argument costs 0.1 us
         if softcap or sinks is not None or cumulative:

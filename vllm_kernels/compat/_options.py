@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
+from numbers import Integral, Real
+from typing import NoReturn
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..errors import InvalidArgument
 from ._checks import wrong
@@ -32,7 +36,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.window is None:
             self.window = (-1, -1)
-        if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
+        if not isinstance(self.window, (tuple, list)) or len(self.window) != 2 or not self._fits():
             raise InvalidArgument(
                 f"{self.function}: window_size: expected (left, right), got {self.window!r:.40}"
             )
@@ -53,6 +57,19 @@ class Options:
                 raise InvalidArgument(
                     f"{self.function}: {name}: expected a tensor {shape}, got {value!r:.40}"
                 )
+
+    def _fits(self) -> bool:
+        """Whether the window is of integers. Refuses a scale or softcap that no op takes."""
+        if is_compiling():  # the numbers may be symbols, and the op checks them
+            return True
+        if not (self.scale is None or _is_finite(self.scale)):
+            self._refuse_number("softmax_scale", "a finite number", self.scale)
+        if not (_is_finite(self.softcap) and self.softcap >= 0):
+            self._refuse_number("softcap", "a finite number >= 0", self.softcap)
+        return all(type(x) is int or x is None or isinstance(x, Integral) for x in self.window)
+
+    def _refuse_number(self, name: str, want: str, value: object) -> NoReturn:
+        raise InvalidArgument(f"{self.function}: {name}: expected {want}, got {value!r:.40}")
 
     def check(self, batch: int, num_heads: int, num_kv_heads: int) -> None:
         """Slopes and descales are for so many sequences and heads."""
@@ -110,6 +127,11 @@ class Options:
         for row in range(batch):
             mine = {name: floats(value[row]) for name, value in per_row.items()}
             yield slice(row, row + 1), {**shared, **mine}
+
+
+def _is_finite(value: object) -> bool:
+    # A float first: asking an abstract class costs 1 us.
+    return isinstance(value, float | int | Real) and isfinite(value)
 
 
 def floats(value: Tensor | None) -> Tensor | None:

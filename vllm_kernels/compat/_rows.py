@@ -5,13 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_INT32 = torch.iinfo(torch.int32)
+
 
 def int32(values: Tensor) -> Tensor:
-    return values.int().contiguous()
+    return _as_int32(values).contiguous()
 
 
 def int32_table(table: Tensor) -> Tensor:
-    return rows_contiguous(table).int()
+    return _as_int32(rows_contiguous(table))
+
+
+def _as_int32(values: Tensor) -> Tensor:
+    """As int32. What does not fit becomes the largest or smallest number, which checks refuse."""
+    if values.dtype == torch.int64:
+        values = values.clamp(_INT32.min, _INT32.max)
+    return values.int()
 
 
 def rows_contiguous(rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ sinks) is added last, where callers that look for it find it. Meanings that are 
 - ``flash_attn_with_kvcache`` puts ``k`` and ``v`` into the cache at ``cache_seqlens`` first, in
   place, turned if there are ``rotary_cos`` and ``rotary_sin``. A row is left out and gives 0 where
   cache_seqlens is -1 or the table has no page (-1) for the first new token, or where none is new
-  for the last old one. Any other page that is missing is an error on a CPU (behind the writing); on
+  for the last old one. Any other page that is missing is an error on a CPU, before the writing; on
   CUDA its tokens are neither stored nor seen. (Without ``k`` only cache_seqlens -1 gives 0.)
 - A length past the cache, new tokens included, raises on a CPU; on CUDA the row is cut or left out.
 - pages: 1, 2, 4, .. 256 tokens, of any stride. Head sizes: of caches and pages, multiples of 8 (in
