@@ -167,8 +167,9 @@ def test_a_slow_reader_is_paused(overlap: bool) -> None:
             for _ in range(3):
                 assert await tokens_of(engine, texts[1], params) == expected[1]
             (stream,) = engine._worker.streams
-            # The first delivery may have several tokens, also some that come with the pause.
-            assert 8 // 2 < stream.undelivered <= 8 + 2 and stream.is_paused
+            # What the reader took first may have counted when the stream was paused.
+            least = max(8 - stream.taken, 8 // 2 + 1)
+            assert least <= stream.undelivered <= 8 + 2 and stream.is_paused
             await settled(engine)
             assert engine.engine.manager.num_sequences == 0
             async for output in slow:

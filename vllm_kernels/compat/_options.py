@@ -36,7 +36,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.window is None:
             self.window = (-1, -1)
-        if not isinstance(self.window, (tuple, list)) or len(self.window) != 2 or not self._fits():
+        if not is_compiling():  # the numbers may be symbols then, and the op checks them
+            self._check_scores()
+        if not _is_window(self.window):
             raise InvalidArgument(
                 f"{self.function}: window_size: expected (left, right), got {self.window!r:.40}"
             )
@@ -58,15 +60,12 @@ class Options:
                     f"{self.function}: {name}: expected a tensor {shape}, got {value!r:.40}"
                 )
 
-    def _fits(self) -> bool:
-        """Whether the window is of integers. Refuses a scale or softcap that no op takes."""
-        if is_compiling():  # the numbers may be symbols, and the op checks them
-            return True
+    def _check_scores(self) -> None:
+        """Refuses a scale or softcap that no op takes."""
         if not (self.scale is None or _is_finite(self.scale)):
             self._refuse_number("softmax_scale", "a finite number", self.scale)
         if not (_is_finite(self.softcap) and self.softcap >= 0):
             self._refuse_number("softcap", "a finite number >= 0", self.softcap)
-        return all(type(x) is int or x is None or isinstance(x, Integral) for x in self.window)
 
     def _refuse_number(self, name: str, want: str, value: object) -> NoReturn:
         raise InvalidArgument(f"{self.function}: {name}: expected {want}, got {value!r:.40}")
@@ -127,6 +126,14 @@ class Options:
         for row in range(batch):
             mine = {name: floats(value[row]) for name, value in per_row.items()}
             yield slice(row, row + 1), {**shared, **mine}
+
+
+def _is_window(value: object) -> bool:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return False
+    return is_compiling() or all(
+        type(side) is int or side is None or isinstance(side, Integral) for side in value
+    )
 
 
 def _is_finite(value: object) -> bool:
