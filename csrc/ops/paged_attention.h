@@ -98,6 +98,8 @@ struct PagedAttentionParams {
   bool kv_ready = false;
   // CUDA, with query_start_loc: seq_lens is [num_seqs + 1], and its differences are the lengths.
   bool has_cumulative_lens = false;
+  // Rows of `out` that no sequence owns become 0. (Their lse is always -inf.)
+  bool zero_unowned = false;
   // Not null: no pages. Token t of a sequence is row key_start_loc[seq] + t of keys and values.
   // `kv` describes these as one block in layout NHD. varlen_attention: max_seq_len is the number of
   // its rows; seq_lens and block_tables are null. With seq_lens (CUDA: gathered pages) these have
@@ -130,6 +132,11 @@ VLLM_KERNELS_HOST_DEVICE static inline RowRange row_range(int32_t first, int32_t
   first = first < 0 ? 0 : first > bound ? bound : first;
   end = end < first ? first : end > bound ? bound : end;
   return {.first = first, .count = end - first};
+}
+
+// The query tokens that sequences own, with query_start_loc: one range.
+VLLM_KERNELS_HOST_DEVICE static inline RowRange owned_rows(const PagedAttentionParams& p) {
+  return row_range(p.query_start_loc[0], p.query_start_loc[p.num_seqs], p.num_tokens);
 }
 
 // A sequence's query tokens: never outside of query, never more than the caller's bound.

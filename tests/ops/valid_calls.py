@@ -487,6 +487,7 @@ def attend(op: str) -> Call:
         **cache.caches(), **pages, "query_start_loc": starts, **scores(heads), **visible, **scales,
         "layout": cache.layout, "max_query_len": 1 if starts is None else 3, "workspace": None,
         "fixed_split_size": choice([0, 0, 16]), "kv_ready": choice([True, False]),
+        "zero_unowned": choice([True, False]),
     }  # fmt: skip
 
 
@@ -520,6 +521,7 @@ def attend_keys(op: str) -> Call:
         "key": key, "value": value, "query_start_loc": ints(0, 2, 2, 5),
         "key_start_loc": ints(0, 8, 9, 19), **scores(heads), "window_left": choice([-1, 4]),
         "window_right": choice([0, -1, 3]), **cache.scales(), "max_query_len": 3, "workspace": None,
+        "zero_unowned": choice([True, False]),
     }  # fmt: skip
 
 

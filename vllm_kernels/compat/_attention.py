@@ -124,11 +124,12 @@ def ragged(
     value_size = v.shape[-1]
     q, k, v = _of_one_size(q, k, v)
     q, k, v = _contiguous_heads(q), rows_contiguous(k), rows_contiguous(v)
-    out = q.new_zeros(q.shape)  # for tokens that no sequence owns
+    calls = list(options.rows(cu_seqlens_q.numel() - 1))
+    out = None if len(calls) == 1 else q.new_zeros(q.shape)  # several calls share it
     lses = []
     sinks, window = floats(options.sinks), options.sides()
     starts_q, starts_k = cu_seqlens_q, cu_seqlens_k
-    for rows, mine in options.rows(cu_seqlens_q.numel() - 1):
+    for rows, mine in calls:
         if rows is not None:
             ends = slice(rows.start, rows.stop + 1)
             starts_q, starts_k = cu_seqlens_q[ends], cu_seqlens_k[ends]
@@ -139,8 +140,10 @@ def ragged(
             k_scale=k_scale, v_scale=v_scale, max_query_len=int(max_seqlen_q), out=out,
             return_lse=options.returns_lse,
         )  # fmt: skip
+        out = result
         if options.returns_lse:
-            lses.append(result[1])
+            out, lse = result
+            lses.append(lse)
     return _first(out, value_size), _whole(lses, cu_seqlens_q) if lses else None
 
 
@@ -225,11 +228,12 @@ def paged(
     elif q.dtype.itemsize == 1:
         seqs = torch.arange(batch, device=q.device)
     q = _contiguous_heads(_dequantized(q, options.q_descale, seqs))
-    out = (q.new_empty if cu_seqlens_q is None else q.new_zeros)(q.shape)
+    calls = list(options.rows(batch))
+    out = None if len(calls) == 1 else q.new_zeros(q.shape)  # several calls share it
     lses = []
     sinks = floats(options.sinks)
     left, right = options.sides()
-    for rows, mine in options.rows(batch):
+    for rows, mine in calls:
         query, target = q, out
         tables, lens, starts = table, seq_lens, cu_seqlens_q
         if rows is not None:
@@ -237,6 +241,7 @@ def paged(
             if cu_seqlens_q is not None:
                 starts = cu_seqlens_q[rows.start : rows.stop + 1]
             else:
+                assert out is not None  # each call has rows of its own
                 query, target = q[rows], out[rows]
         if right == 0 and starts is not None and q.device.type == "cpu":
             tables, lens, starts = _apart_from_negative(tables, lens, starts)
@@ -248,8 +253,11 @@ def paged(
             sinks=sinks, k_scale=k_scale, v_scale=v_scale, layout="NHD", out=target,
             return_lse=options.returns_lse, causal=False, window_right=right,
         )  # fmt: skip
+        made = result
         if options.returns_lse:
-            lses.append(result[1])
+            made, lse = result
+            lses.append(lse)
+        out = made if out is None else out
     return out, _whole(lses, cu_seqlens_q) if lses else None
 
 

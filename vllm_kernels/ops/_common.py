@@ -146,10 +146,3 @@ def _call(op: str, scales_of: str) -> Callable[..., None]:
             raise refused(op, error, dict(zip(names, arguments)), scales_of) from None
 
     return call
-
-
-def owned_by_nobody(query: Tensor, out: Tensor | None, lse: Tensor | None) -> Tensor:
-    """Sets what tokens keep that no sequence owns: lse -inf, and 0 in an out that is made here."""
-    if lse is not None:
-        lse.fill_(-torch.inf)
-    return query.new_zeros(query.shape) if out is None else out

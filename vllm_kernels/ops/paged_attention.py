@@ -19,7 +19,6 @@ from ._common import (
     inference_only,
     may_skip_modes,
     modes_are_on,
-    owned_by_nobody,
     without_modes,
 )
 from ._refusals import refused
@@ -346,15 +345,15 @@ def paged_attention(
     try:
         if tree_mask is not None:
             tree_mask = tree_mask.view(_SIGNED.get(tree_mask.dtype, tree_mask.dtype))
-            last = kv_indptr, max_pages, k_token_scales, v_token_scales, tree_mask
+        zero_unowned = out is None and query_start_loc is not None
+        if tree_mask is not None or zero_unowned:
+            last = kv_indptr, max_pages, k_token_scales, v_token_scales, tree_mask, zero_unowned
         if scale is None:
             scale = max(1, query.shape[-1]) ** -0.5
         if max_query_len is None:
             max_query_len = 1 if query_start_loc is None else query.shape[0]
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-        if query_start_loc is not None:
-            out = owned_by_nobody(query, out, lse)
-        elif out is None:
+        if out is None:
             out = query.new_empty(query.shape)
         op(
             out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,

@@ -14,7 +14,6 @@ from ._common import (
     inference_only,
     may_skip_modes,
     modes_are_on,
-    owned_by_nobody,
     without_modes,
 )
 from ._refusals import refused
@@ -172,11 +171,13 @@ def varlen_attention(
         if max_query_len is None:
             max_query_len = query.shape[0]
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-        out = owned_by_nobody(query, out, lse)
+        zero_unowned = out is None
+        if out is None:
+            out = query.new_empty(query.shape)
         op(
             out, lse, query, key, value, query_start_loc, key_start_loc, scale, alibi_slopes,
             window[0], 0 if causal else window[1], softcap, sinks, k_scale, v_scale, max_query_len,
-            workspace,
+            workspace, zero_unowned,
         )  # fmt: skip
     except (RuntimeError, TypeError, IndexError) as error:
         raise refused("varlen_attention", error, locals(), ONE_OR_EACH_HEAD) from None

@@ -9,7 +9,9 @@
 // As in paged_attention_decode.h, a task writes the tiles that it has whole and stores partials of
 // the others. PagedAttentionCombine is the second launch, which combines the partials.
 #pragma once
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/attention/paged_attention_decode.h"
 
@@ -45,6 +47,22 @@ namespace {
 
 inline int32_t max_int32(int32_t a, int32_t b) {
   return a > b ? a : b;
+}
+
+// Writes lse -inf and, with p.zero_unowned, out 0 to the rows that no sequence owns.
+inline void clear_unowned_rows(const PagedAttentionParams& p) {
+  if (p.query_start_loc == nullptr) return;
+  const RowRange owned = owned_rows(p);
+  const auto clear = [&](int64_t begin, int64_t end) {
+    const int64_t row_bytes = p.out_stride * size_of(p.dtype);
+    if (p.zero_unowned) {
+      std::memset(static_cast<char*>(p.out) + begin * row_bytes, 0, (end - begin) * row_bytes);
+    }
+    if (p.lse == nullptr) return;
+    for (int64_t at = begin * p.num_heads; at < end * p.num_heads; ++at) p.lse[at] = -INFINITY;
+  };
+  clear(0, owned.first);
+  clear(owned.first + owned.count, p.num_tokens);
 }
 
 // Calls body(tile) for the tiles that have any of the grains [begin, end), in order. If `end` is

@@ -41,6 +41,13 @@ void read_query_start_loc(Expect& expect, PagedAttentionParams& params, Queries&
 // Packs `queries`. Called after read_query_start_loc().
 void set_queries(PagedAttentionParams& params, const Queries& queries);
 
+// Sets PagedAttentionParams::zero_unowned, for an `out` without gaps.
+void read_zero_unowned(PagedAttentionParams& params, Queries& queries, bool zero_unowned);
+
+// Whether no kernel has to run. Without sequences it clears the rows of `out` and `lse`.
+bool is_done(const PagedAttentionParams& params, const Queries& queries, const Tensor& out,
+             const Tensor* lse);
+
 // Checks heads and head sizes of the query against `kv`, which comes from the argument `source`.
 void check_sizes(const Queries& queries, const PagedKv& kv, const char* source);
 

@@ -2,8 +2,7 @@
 // num_heads, head_size] over a cache, behind whose tokens it puts new ones -> a new tensor like
 // query. Three launches: the indices of ops/attention_with_kvcache.h, reshape_and_cache's writer
 // and paged_attention's kernel. CUDA has the first two in one for few new tokens. Where nothing is
-// appended and every index is given, cumulative or not, there is the last one alone. Query tokens
-// by query_start_loc need a fill of the result before them: some may belong to no sequence.
+// appended and every index is given, cumulative or not, there is the last one alone.
 #include "ops/attention_with_kvcache.h"
 
 #include <bit>
@@ -210,7 +209,7 @@ torch::stable::Tensor attention_with_kvcache(
   const int64_t query_len = even ? x.size(1) : 1;
   expect.that(!even || !query_start_loc,
               "query_start_loc: expected None for query of 4 dimensions");
-  Tensor result = (query_start_loc ? zeros : empty)(x.sizes(), x.scalar_type(), query);
+  Tensor result = empty(x.sizes(), x.scalar_type(), query);
   Folded folded[2];
   Caches caches;
   Queries queries;
@@ -270,7 +269,8 @@ torch::stable::Tensor attention_with_kvcache(
   if (append.write.num_tokens > 0) {
     write_tokens(expect, append, caches, or_null(made.slots), query);
   }
-  if (num_seqs > 0 && queries.num_tokens > 0) {
+  params.zero_unowned = query_start_loc.has_value();
+  if (!is_done(params, queries, result, nullptr)) {
     set_queries(params, queries);
     launch_paged_attention(params, query, nullptr);
   }

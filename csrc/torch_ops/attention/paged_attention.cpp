@@ -43,7 +43,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                      bool kv_ready, int64_t window_right, const std::optional<Tensor>& kv_indptr,
                      int64_t max_pages, const std::optional<Tensor>& k_token_scales,
                      const std::optional<Tensor>& v_token_scales,
-                     const std::optional<Tensor>& tree_mask) {
+                     const std::optional<Tensor>& tree_mask, bool zero_unowned) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Arguments read, written;
@@ -77,7 +77,8 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   }
   read.add(queries.query, k, v);
   expect.apart(written, read);
-  if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
+  read_zero_unowned(params, queries, zero_unowned);
+  if (is_done(params, queries, out, or_null(lse))) return;
   set_queries(params, queries);
   const BlockTables made = kv_indptr ? make_tables(expect, params, list, query) : BlockTables();
   launch_paged_attention(params, query, scratch);
@@ -95,7 +96,7 @@ torch::stable::Tensor paged_attention_result(const Tensor& query, const Tensor& 
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   paged_attention(out, {}, query, key_cache, value_cache, block_tables, seq_lens, {}, factor, {},
                   sliding_window, softcap, {}, {}, {}, layout, 1, {}, 0, false, 0, {}, -1, {}, {},
-                  {});
+                  {}, false);
   return torch::stable::Tensor(out.release());
 }
 
@@ -144,6 +145,7 @@ void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
 
 void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query, void*) {
   if (given.query == nullptr) return;  // a meta tensor
+  cpu::clear_unowned_rows(given);
   const PagedAttentionParams params = cpu::tighten_bounds(given);
   if (cpu::fits_decode_kernel(params)) return launch_decode(params, query);
   if (report_cpu_kernel("paged_attention", "general (several query tokens, windows, any mask)"))
@@ -204,6 +206,28 @@ void set_queries(PagedAttentionParams& params, const Queries& queries) {
   params.lse = queries.lse ? queries.lse->as<float>() : nullptr;
   // Nothing comes after a sequence's last token.
   if (params.max_query_len <= 1) params.window_right = 0;
+}
+
+void read_zero_unowned(PagedAttentionParams& params, Queries& queries, bool zero_unowned) {
+  params.zero_unowned = zero_unowned;
+  if (!zero_unowned) return;
+  queries.out.contiguous();
+  if (reinterpret_cast<uintptr_t>(queries.out.data()) % 16 != 0) {
+    queries.out.fail("expected memory aligned to 16 bytes for zero_unowned");
+  }
+}
+
+bool is_done(const PagedAttentionParams& params, const Queries& queries, const Tensor& out,
+             const Tensor* lse) {
+  if (queries.num_tokens == 0) return true;
+  if (queries.num_seqs > 0) return false;
+  if (queries.out.is_meta()) return true;
+  if (params.zero_unowned) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(out.get()));
+  if (lse != nullptr) {
+    constexpr double kNothing = -std::numeric_limits<double>::infinity();
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_aten_fill__Scalar(lse->get(), kNothing));
+  }
+  return true;
 }
 
 void check_sizes(const Queries& queries, const PagedKv& kv, const char* source) {

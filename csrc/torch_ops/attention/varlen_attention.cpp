@@ -39,7 +39,8 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
                       const std::optional<Tensor>& alibi_slopes, int64_t window_left,
                       int64_t window_right, double softcap, const std::optional<Tensor>& sinks,
                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                      int64_t max_query_len, const std::optional<Tensor>& workspace) {
+                      int64_t max_query_len, const std::optional<Tensor>& workspace,
+                      bool zero_unowned) {
   Expect expect("varlen_attention");
   Size head_size("head_size");
   Arguments read, written;
@@ -61,7 +62,8 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
   params.key_start_loc = key_starts.as<const int32_t>();
   read.add(queries.query, k, v, key_starts);
   expect.apart(written, read);
-  if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
+  read_zero_unowned(params, queries, zero_unowned);
+  if (is_done(params, queries, out, or_null(lse))) return;
   set_queries(params, queries);
   launch_paged_attention(params, query, scratch);
 }
@@ -74,10 +76,10 @@ torch::stable::Tensor varlen_attention_result(const Tensor& query, const Tensor&
                                               int64_t window_right, double softcap,
                                               const std::optional<Tensor>& sinks) {
   const Argument x = Expect("varlen_attention").tensor("query", query).rank(3, 3);
-  Tensor out = zeros(x.sizes(), x.scalar_type(), query);
+  Tensor out = empty(x.sizes(), x.scalar_type(), query);
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   varlen_attention(out, {}, query, key, value, query_start_loc, key_start_loc, factor, {},
-                   window_left, window_right, softcap, sinks, {}, {}, max_query_len, {});
+                   window_left, window_right, softcap, sinks, {}, {}, max_query_len, {}, true);
   return torch::stable::Tensor(out.release());
 }
 

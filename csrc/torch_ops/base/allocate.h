@@ -26,11 +26,4 @@ inline Tensor empty(std::span<const int64_t> sizes, int32_t scalar_type, const T
   return Tensor(made);
 }
 
-// The same, filled with zeros, for tokens that no sequence owns.
-inline Tensor zeros(std::span<const int64_t> sizes, int32_t scalar_type, const Tensor& like) {
-  Tensor made = empty(sizes, scalar_type, like);
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(made.get()));
-  return made;
-}
-
 }  // namespace vllm_kernels

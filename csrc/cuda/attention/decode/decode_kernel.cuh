@@ -32,6 +32,7 @@
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/common/split_exchange.cuh"
 #include "cuda/attention/common/tensor_maps.cuh"
+#include "cuda/attention/common/unowned_rows.cuh"
 #include "cuda/attention/decode/decode.h"
 #include "cuda/attention/decode/decode_wgmma_kernel.cuh"
 #include "cuda/attention/decode/tile_scheduler.cuh"
@@ -252,6 +253,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       // query still arrives before the first pages.
       if (!has_tile && p.kv_ready) wait_at_start(p);
       if (index < count) load_query();
+      if constexpr (!NewToken::kAny) {  // while the first pages arrive
+        if (!has_tile) clear_unowned_rows(p, warp, warps);
+      }
     }
     if (has_tile) {
       const WorkTile& work_tile = work_tiles[last];

@@ -21,6 +21,7 @@
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_pipeline.cuh"
 #include "cuda/attention/common/tensor_maps.cuh"
+#include "cuda/attention/common/unowned_rows.cuh"
 #include "cuda/attention/decode/decode_wgmma_epilogue.cuh"
 #include "cuda/attention/decode/tile_scheduler.cuh"
 #include "cuda/attention/decode/warpgroup_mma.cuh"
@@ -357,6 +358,8 @@ __global__ void __launch_bounds__(cta_threads(kMaxTiles), 1)
     const int consumer = warp_uniform(threadIdx.x / 32) - 4 * kConsumers;
     if (consumer == kConsumers) {
       schedule_tiles<Cache, kForm, kConsumers>(p, shape, queue, workspace.next, lane);
+      wait_at_start(p);
+      clear_unowned_rows(p, 0, 1);
     } else if (consumer < kConsumers) {
       Pipeline pipeline(shape.pipeline, maps, shared_address(shared) + consumer * pipeline_bytes,
                         shared_address(pipeline_words[consumer]), true, lane);

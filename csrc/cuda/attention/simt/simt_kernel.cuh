@@ -15,6 +15,7 @@
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/common/score_mod.cuh"
+#include "cuda/attention/common/unowned_rows.cuh"
 #include "cuda/attention/common/workspace.h"
 #include "cuda/base/fp8.cuh"
 #include "cuda/base/kv_element.cuh"
@@ -268,6 +269,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32, sm90a_or(kSimtCtasPerSm, 3))
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int split = blockIdx.y, head_size = p.kv.head_size, fours = head_size / 4;
+  if (split == 0 && blockIdx.z == 0) clear_unowned_rows(p, warp, kSimtWarps);
   const TokenRange tokens = tokens_of_query(p, blockIdx.x);
   const int visible = tokens.end - tokens.begin;
   const int num_splits = max(1, (visible - 1) / shape.split_tokens + 1);

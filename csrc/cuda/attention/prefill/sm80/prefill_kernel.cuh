@@ -15,6 +15,7 @@
 // The limit on Hopper is instruction issue. An mma holds its tensor core for 6 cycles, and any
 // other instruction that reads registers costs one more (benchmarks/probes/mma_sync.cu).
 #pragma once
+#include "cuda/attention/common/unowned_rows.cuh"
 #include "cuda/attention/prefill/prefill.h"
 #include "cuda/attention/prefill/sm80/mainloop.cuh"
 #include "cuda/attention/prefill/sm80/producer.cuh"
@@ -275,6 +276,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     scheduler.build(p, shape.scheduler, threadIdx.x);
     put_tile(scheduler, blockIdx.x, 0);
     shared.scheduler(threadIdx.x) = scheduler;
+  } else {
+    clear_unowned_rows(p, threadIdx.x / 32 - 1, blockDim.x / 32 - 1);
   }
   if (threadIdx.x == 0) {
     const int arrivals = blockDim.x / 32 * kWarpArrivals;

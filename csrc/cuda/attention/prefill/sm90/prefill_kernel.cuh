@@ -15,6 +15,7 @@
 #include <bit>
 
 #include "cuda/attention/common/kernel_choice.h"
+#include "cuda/attention/common/unowned_rows.cuh"
 #include "cuda/attention/prefill/prefill.h"
 #include "cuda/attention/prefill/sm90/dequant_producer.cuh"
 #include "cuda/attention/prefill/sm90/producer.cuh"
@@ -332,6 +333,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       schedule_tiles(p, shape, shared, next, lane);
     } else if (warp == kWarps + 1) {
       copy_queries<Config>(p, shape, maps.query, shared, query, lane);
+      clear_unowned_rows(p, 0, 1);
     } else if constexpr (Config::kCacheIs8Bit) {
       dequantize(warp - kWarps - 2);
     } else if (warp == kWarps + 2) {
