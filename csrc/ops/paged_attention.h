@@ -134,9 +134,13 @@ VLLM_KERNELS_HOST_DEVICE static inline RowRange row_range(int32_t first, int32_t
   return {.first = first, .count = end - first};
 }
 
-// The query tokens that sequences own, with query_start_loc: one range.
+// The query tokens that sequences own, with query_start_loc: one range. A single start that is out
+// of order, which CUDA cannot refuse, must not take the rows of sequences that it does not bound.
 VLLM_KERNELS_HOST_DEVICE static inline RowRange owned_rows(const PagedAttentionParams& p) {
-  return row_range(p.query_start_loc[0], p.query_start_loc[p.num_seqs], p.num_tokens);
+  const int32_t* starts = p.query_start_loc;
+  const int32_t first = starts[0], second = starts[1];
+  const int32_t end = starts[p.num_seqs], before = starts[p.num_seqs - 1];
+  return row_range(first < second ? first : second, end > before ? end : before, p.num_tokens);
 }
 
 // A sequence's query tokens: never outside of query, never more than the caller's bound.

@@ -175,8 +175,8 @@ def test_zeros_need_an_out_without_gaps(device):
     for out, message in ((wide[:, :8], "contiguous"), (shifted, "memory aligned to 16 bytes")):
         with raises(rf"^paged_attention: out: expected .*{message}"):
             torch.ops.vllm_kernels.paged_attention(
-                out, None, *case.tensors(), None, 1.0, None, 0, 0.0, None, None, None, "vllm", 1,
-                None, zero_unowned=True,
+                out, None, *case.tensors(), case.options["query_start_loc"], 1.0, None, 0, 0.0,
+                None, None, None, "vllm", 2, None, zero_unowned=True,
             )  # fmt: skip
 
 

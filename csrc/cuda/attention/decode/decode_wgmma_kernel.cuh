@@ -358,12 +358,12 @@ __global__ void __launch_bounds__(cta_threads(kMaxTiles), 1)
     const int consumer = warp_uniform(threadIdx.x / 32) - 4 * kConsumers;
     if (consumer == kConsumers) {
       schedule_tiles<Cache, kForm, kConsumers>(p, shape, queue, workspace.next, lane);
-      wait_at_start(p);
-      clear_unowned_rows(p, 0, 1);
     } else if (consumer < kConsumers) {
       Pipeline pipeline(shape.pipeline, maps, shared_address(shared) + consumer * pipeline_bytes,
                         shared_address(pipeline_words[consumer]), true, lane);
       produce_stages(p, queue, pipeline, consumer, kConsumers, lane);
+      wait_at_start(p);
+      clear_unowned_rows(p, consumer, kConsumers);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(consumer_registers(kMaxTiles)));
