@@ -246,7 +246,7 @@ def check_results(attack: Attack, copies: Call, results: list[Any], memory: Guar
 
 
 def kept(call: Call, want: Tensor, before: Tensor) -> Tensor:
-    """want, with the rows of out that no sequence owns as they were, unless the call zeroes them."""
+    """want, with the rows that no sequence owns as they were, unless the call zeroes them."""
     starts = call.get("query_start_loc")
     if starts is None or call.get("zero_unowned"):
         return want

@@ -125,8 +125,8 @@ def ragged(
     q, k, v = _of_one_size(q, k, v)
     q, k, v = _contiguous_heads(q), rows_contiguous(k), rows_contiguous(v)
     calls = list(options.rows(cu_seqlens_q.numel() - 1))
-    out = None if len(calls) == 1 else q.new_zeros(q.shape)  # several calls share it
-    lses = []
+    shared = None if len(calls) == 1 else q.new_zeros(q.shape)
+    results = []
     sinks, window = floats(options.sinks), options.sides()
     starts_q, starts_k = cu_seqlens_q, cu_seqlens_k
     for rows, mine in calls:
@@ -137,14 +137,21 @@ def ragged(
         result = varlen_attention(
             q, k, v, starts_q, starts_k, scale=scale, causal=False, window=window,
             alibi_slopes=mine["alibi_slopes"], softcap=options.softcap, sinks=sinks,
-            k_scale=k_scale, v_scale=v_scale, max_query_len=int(max_seqlen_q), out=out,
+            k_scale=k_scale, v_scale=v_scale, max_query_len=int(max_seqlen_q), out=shared,
             return_lse=options.returns_lse,
         )  # fmt: skip
-        out = result
-        if options.returns_lse:
-            out, lse = result
-            lses.append(lse)
-    return _first(out, value_size), _whole(lses, cu_seqlens_q) if lses else None
+        results.append(result)
+    out, lse = _of_all(results, shared, cu_seqlens_q)
+    return _first(out, value_size), lse
+
+
+def _of_all(
+    results: list[Tensor | tuple[Tensor, Tensor]], shared: Tensor | None, starts: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse of one call, or of several that share `out`."""
+    outs = [result[0] if isinstance(result, tuple) else result for result in results]
+    lses = [result[1] for result in results if isinstance(result, tuple)]
+    return outs[0] if shared is None else shared, _whole(lses, starts) if lses else None
 
 
 def _of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -229,20 +236,19 @@ def paged(
         seqs = torch.arange(batch, device=q.device)
     q = _contiguous_heads(_dequantized(q, options.q_descale, seqs))
     calls = list(options.rows(batch))
-    out = None if len(calls) == 1 else q.new_zeros(q.shape)  # several calls share it
-    lses = []
+    shared = None if len(calls) == 1 else q.new_zeros(q.shape)
+    results = []
     sinks = floats(options.sinks)
     left, right = options.sides()
     for rows, mine in calls:
-        query, target = q, out
+        query, out = q, shared
         tables, lens, starts = table, seq_lens, cu_seqlens_q
         if rows is not None:
             tables, lens = table[rows], seq_lens[rows]
             if cu_seqlens_q is not None:
                 starts = cu_seqlens_q[rows.start : rows.stop + 1]
-            else:
-                assert out is not None  # each call has rows of its own
-                query, target = q[rows], out[rows]
+            elif shared is not None:
+                query, out = q[rows], shared[rows]
         if right == 0 and starts is not None and q.device.type == "cpu":
             tables, lens, starts = _apart_from_negative(tables, lens, starts)
         k_scale, v_scale = _scales(k_cache, mine)
@@ -250,15 +256,11 @@ def paged(
             query, k_cache, v_cache, tables, lens, scale=options.score_scale(q),
             query_start_loc=starts, max_query_len=int(max_seqlen_q),
             alibi_slopes=mine["alibi_slopes"], sliding_window=left + 1, softcap=options.softcap,
-            sinks=sinks, k_scale=k_scale, v_scale=v_scale, layout="NHD", out=target,
+            sinks=sinks, k_scale=k_scale, v_scale=v_scale, layout="NHD", out=out,
             return_lse=options.returns_lse, causal=False, window_right=right,
         )  # fmt: skip
-        made = result
-        if options.returns_lse:
-            made, lse = result
-            lses.append(lse)
-        out = made if out is None else out
-    return out, _whole(lses, cu_seqlens_q) if lses else None
+        results.append(result)
+    return _of_all(results, shared, cu_seqlens_q)
 
 
 def _apart_from_negative(tables: Tensor, lens: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
