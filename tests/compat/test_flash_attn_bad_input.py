@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import ModuleType
 
 import pytest
 import torch
@@ -322,3 +323,96 @@ def test_pages_before_the_window_may_be_missing():
         block_table=ints([[-1, 77, 3]], "cpu"), return_softmax_lse=True,
     )  # fmt: skip
     assert torch.equal(cache[3, 8], k[0, 0]) and lse.isfinite().all() and out.any()
+
+
+def _varlen(starts: list[int], longest: int, **more: object) -> object:
+    q, k, v = torch.randn(3, 7, 2, 64)
+    one = torch.tensor([0, 3, 7], dtype=torch.int32)
+    given = torch.tensor(starts, dtype=torch.int32)
+    return FA2.flash_attn_varlen_func(q, k, v, given, one, longest, 4, **more)
+
+
+def _pages(table: list[list[int]], starts: list[int]) -> object:
+    caches = torch.randn(2, 4, 16, 2, 64)
+    q, one = torch.randn(2, 2, 64), torch.tensor([0, 1, 2], dtype=torch.int32)
+    ends = torch.tensor(starts, dtype=torch.int32)
+    pages = torch.tensor(table, dtype=torch.int32)
+    return FA2.flash_attn_varlen_func(q, *caches, one, ends, 1, 20, block_table=pages)
+
+
+def _kvcache(fa: ModuleType, table: list[list[int]]) -> object:
+    pages = torch.tensor(table, dtype=torch.int32)
+    return fa.flash_attn_with_kvcache(
+        torch.randn(2, 1, 2, 64), *torch.randn(2, 4, 16, 2, 64),
+        cache_seqlens=torch.tensor([20, 20], dtype=torch.int32), **{table_name(fa): pages},
+    )  # fmt: skip
+
+
+def _packed(starts: list[int], longest: int = 4, **more: object) -> object:
+    given = torch.tensor(starts, dtype=torch.int32)
+    return FA2.flash_attn_varlen_qkvpacked_func(torch.randn(7, 3, 2, 64), given, longest, **more)
+
+
+QKV = torch.randn(2, 5, 3, 2, 64)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: _varlen([0, 9, 7], 4), "flash_attn_varlen_func: cu_seqlens_q[1] = 9: expected a"),
+        (
+            lambda: _varlen([0, 3, 7], 2),
+            "flash_attn_varlen_func: max_seqlen_q = 2: sequence 0 has 3 query tokens",
+        ),
+        (
+            lambda: _varlen([0, 3, 7], 4, s_aux=torch.zeros(3), return_attn_probs=True),
+            "flash_attn_varlen_func: s_aux: expected num_heads = 2 (from q) at dimension 0",
+        ),
+        (
+            lambda: _pages([[0, 1], [2, 9]], [0, 20, 40]),
+            "flash_attn_varlen_func: block_table[1, 1] = 9: expected a block in [0, 4)",
+        ),
+        (
+            lambda: _pages([[0, 1], [2, 3]], [0, 20, 240]),
+            "flash_attn_varlen_func: cu_seqlens_k.diff()[1] = 220: expected a length that fits "
+            "block_table",
+        ),
+        (
+            lambda: _kvcache(FA2, [[0, 1], [2, 9]]),
+            "flash_attn_with_kvcache: block_table[1, 1] = 9: expected a block in [0, 4)",
+        ),
+        (
+            lambda: _kvcache(FA3, [[0, 1], [2, 9]]),
+            "flash_attn_with_kvcache: page_table[1, 1] = 9: expected a block in [0, 4)",
+        ),
+        (
+            lambda: FA2.flash_attn_func(QKV[:, :, 0].half(), *QKV[:, :, 1:].unbind(2)),
+            "flash_attn_func: k: expected float16 (from q), float8_e4m3fn",
+        ),
+        (
+            lambda: FA2.flash_attn_qkvpacked_func(QKV.clone().requires_grad_()),
+            "flash_attn_qkvpacked_func: qkv: requires grad",
+        ),
+        (
+            lambda: FA2.flash_attn_kvpacked_func(QKV[:, :, 0].half(), QKV[:, :, 1:]),
+            "flash_attn_kvpacked_func: kv: expected float16 (from q)",
+        ),
+        (
+            lambda: FA2.flash_attn_kvpacked_func(QKV[:, :, 0], QKV[:, :, 1:], dropout_p=0.1),
+            "flash_attn_kvpacked_func: dropout_p: not supported, got 0.1",
+        ),
+        (
+            lambda: _packed([0, 9, 7]),
+            "flash_attn_varlen_qkvpacked_func: cu_seqlens[1] = 9: expected a token of qkv, at most "
+            "max_seqlen past",
+        ),
+        (
+            lambda: _packed([0, 3, 7], softmax_scale=float("nan")),
+            "flash_attn_varlen_qkvpacked_func: softmax_scale: expected a finite number",
+        ),
+    ],
+)  # fmt: skip
+def test_errors_of_ops_have_the_callers_names(call, message):
+    """Those of a CPU, which reads lengths and pages."""
+    with pytest.raises(RuntimeError, match="^" + re.escape(message)):
+        call()

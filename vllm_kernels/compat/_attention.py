@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Integral
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..errors import InvalidArgument
+from ..errors import Error, InvalidArgument
 from ..ops import paged_attention, varlen_attention
 from ..ops._common import inference_only
 from ._cache import NewTokens, append, lengths_of, new_tokens, pages_of, rotated
@@ -25,12 +26,21 @@ from ._checks import (
     check_rows,
     check_shapes,
     check_tensors,
+    renamed,
     sequences,
     size_step,
     wrong,
 )
 from ._options import Options, floats
 from ._rows import int32, int32_table, rows_contiguous, token_seqs
+
+_SCORES = {
+    "query": "q", "query_start_loc": "cu_seqlens_q", "max_query_len": "max_seqlen_q",
+    "scale": "softmax_scale", "sinks": "s_aux", "k_scale": "k_descale", "v_scale": "v_descale",
+}  # fmt: skip
+"""What FlashAttention calls arguments of our ops."""
+_RAGGED = _SCORES | {"key": "k", "value": "v", "key_start_loc": "cu_seqlens_k"}
+_PAGES = _SCORES | {"key_cache": "k", "value_cache": "v", "block_tables": "block_table"}
 
 
 def _dequantized(query: Tensor, descale: Tensor | None, seqs: Tensor | None) -> Tensor:
@@ -80,7 +90,8 @@ def varlen(
     if block_table is not None:
         check_pages(name, k, "k", block_table, "block_table", batch)
         table, lens = int32_table(block_table), cu_seqlens_k.diff()
-        out, lse = paged(q, k, v, table, lens, cu_seqlens_q, max_seqlen_q, options)
+        words = _PAGES | {"seq_lens": "cu_seqlens_k.diff()"}
+        out, lse = paged(q, k, v, table, lens, cu_seqlens_q, max_seqlen_q, options, words)
     elif seqused_k is None:
         out, lse = ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
     else:
@@ -93,9 +104,11 @@ def varlen(
         value_size = v.shape[-1]
         options = replace(options, scale=options.score_scale(q))  # before it is padded
         q, k, v = (rows_contiguous(rows) for rows in _of_one_size(q, k, v))
+        words = _PAGES | {"seq_lens": "seqused_k", "block_tables": "max_seqlen_k"}
         out, lse = paged(
-            q, k[:, None], v[:, None], table, int32(seqused_k), cu_seqlens_q, max_seqlen_q, options
-        )
+            q, k[:, None], v[:, None], table, int32(seqused_k), cu_seqlens_q, max_seqlen_q, options,
+            words,
+        )  # fmt: skip
         out = _first(out, value_size)
     return out, _by_head(lse)
 
@@ -134,12 +147,15 @@ def ragged(
             ends = slice(rows.start, rows.stop + 1)
             starts_q, starts_k = cu_seqlens_q[ends], cu_seqlens_k[ends]
         k_scale, v_scale = _scales(k, mine)
-        result = varlen_attention(
-            q, k, v, starts_q, starts_k, scale=scale, causal=False, window=window,
-            alibi_slopes=mine["alibi_slopes"], softcap=options.softcap, sinks=sinks,
-            k_scale=k_scale, v_scale=v_scale, max_query_len=int(max_seqlen_q), out=shared,
-            return_lse=options.returns_lse,
-        )  # fmt: skip
+        try:
+            result = varlen_attention(
+                q, k, v, starts_q, starts_k, scale=scale, causal=False, window=window,
+                alibi_slopes=mine["alibi_slopes"], softcap=options.softcap, sinks=sinks,
+                k_scale=k_scale, v_scale=v_scale, max_query_len=int(max_seqlen_q), out=shared,
+                return_lse=options.returns_lse,
+            )  # fmt: skip
+        except Error as error:
+            raise renamed(error, options.function, _RAGGED) from None
         results.append(result)
     out, lse = _of_all(results, shared, cu_seqlens_q)
     return _first(out, value_size), lse
@@ -224,8 +240,10 @@ def paged(
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int,
     options: Options,
+    words: Mapping[str, str],
 ) -> tuple[Tensor, Tensor | None]:
-    """q [T, H, D], pages [blocks, page, Hk, D] -> (out [T, H, D], lse [T, H])."""
+    """q [T, H, D], pages [blocks, page, Hk, D] -> (out [T, H, D], lse [T, H]). words: what the
+    caller calls the arguments of :func:`paged_attention`."""
     inference_only(options.function, q, k_cache, v_cache)
     batch = seq_lens.numel()
     options.check(batch, q.shape[1], k_cache.shape[2])
@@ -252,13 +270,16 @@ def paged(
         if right == 0 and starts is not None and q.device.type == "cpu":
             tables, lens, starts = _apart_from_negative(tables, lens, starts)
         k_scale, v_scale = _scales(k_cache, mine)
-        result = paged_attention(
-            query, k_cache, v_cache, tables, lens, scale=options.score_scale(q),
-            query_start_loc=starts, max_query_len=int(max_seqlen_q),
-            alibi_slopes=mine["alibi_slopes"], sliding_window=left + 1, softcap=options.softcap,
-            sinks=sinks, k_scale=k_scale, v_scale=v_scale, layout="NHD", out=out,
-            return_lse=options.returns_lse, causal=False, window_right=right,
-        )  # fmt: skip
+        try:
+            result = paged_attention(
+                query, k_cache, v_cache, tables, lens, scale=options.score_scale(q),
+                query_start_loc=starts, max_query_len=int(max_seqlen_q),
+                alibi_slopes=mine["alibi_slopes"], sliding_window=left + 1, softcap=options.softcap,
+                sinks=sinks, k_scale=k_scale, v_scale=v_scale, layout="NHD", out=out,
+                return_lse=options.returns_lse, causal=False, window_right=right,
+            )  # fmt: skip
+        except Error as error:
+            raise renamed(error, options.function, words) from None
         results.append(result)
     return _of_all(results, shared, cu_seqlens_q)
 
@@ -403,7 +424,13 @@ def with_cache(
         lengths = lengths.clamp_min(0)
     if cache_leftpad is not None:
         lengths = (lengths - cache_leftpad).clamp_min(0).int()
-    out, lse = paged(tokens, pages.key, pages.value, pages.table, lengths, starts, longest, options)
+    words = _SCORES | {
+        "key_cache": "k_cache", "value_cache": "v_cache", "seq_lens": "cache_seqlens",
+        "block_tables": table_name,
+    }  # fmt: skip
+    out, lse = paged(
+        tokens, pages.key, pages.value, pages.table, lengths, starts, longest, options, words
+    )
     return (out, _by_head(lse)) if packed else _by_batch(out, lse, batch, longest)
 
 

@@ -23,13 +23,12 @@ For inference: no dropout, no gradients; softmax's probabilities are not returne
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from torch import Tensor
 
-from ..errors import InvalidArgument
+from ..errors import Error, InvalidArgument
 from . import _attention, _direct, bert_padding
-from ._checks import check_tensors, refuse
+from ._checks import check_tensors, refuse, renamed
 from ._options import Options
 
 __all__ = [
@@ -70,7 +69,17 @@ def flash_attn_func(
 ) -> Result:
     """q [B, S, H, D], k, v [B, Sk, Hk, D] -> out [B, S, H, D].
 
-    With return_attn_probs (out, lse [B, H, S], None). deterministic changes nothing: it always is.
+    Args:
+        dropout_p: 0.0; anything else is refused.
+        softmax_scale: of the product; D ** -0.5 by default.
+        causal: whether keys after a query's position are invisible to it. The last query has the
+            position of the last key.
+        window_size: (left, right): visible keys before and after the position; -1: all.
+        softcap: bound on the scaled product; 0.0: none.
+        alibi_slopes: [H] or [B, H] float32.
+        deterministic: changes nothing: results always repeat.
+        return_attn_probs: returns (out, lse [B, H, S], None).
+        s_aux: [H], a logit more in the denominator of each row.
 
     Raises:
         Unsupported: for an argument of flash-attn that this library does not have, by name.
@@ -109,9 +118,18 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     s_aux: Tensor | None = None,
 ) -> Result:
-    """q [T, H, D], k, v [Tk, Hk, D] -> out [T, H, D]; with return_attn_probs lse [H, T], None too.
+    """q [T, H, D], k, v [Tk, Hk, D] -> out [T, H, D], for B sequences one after the other.
 
-    With a block_table [B, width] k and v are pages [blocks, page, Hk, D].
+    Args:
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32 or int64: where each sequence's tokens start, and
+            the last one's end. A query that no sequence has gives 0.
+        max_seqlen_q: a bound on a sequence's queries. A CPU refuses longer ones; CUDA leaves the
+            queries past it out.
+        max_seqlen_k: not looked at.
+        block_table: [B, width] int32 or int64: k and v are then pages [blocks, page, Hk, D].
+        return_attn_probs: returns (out, lse [H, T], None).
+
+    The other arguments are those of :func:`flash_attn_func`.
 
     Raises:
         Unsupported: for an argument of flash-attn that this library does not have, by name.
@@ -171,9 +189,22 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """q [B, S, H, D], caches [B, length, Hk, D] or, with a block_table, pages -> out like q.
+    """q [B, S, H, D] over caches, into which it puts k and v before -> out like q.
 
-    With return_softmax_lse (out, lse [B, H, S]). num_splits is left to the kernels.
+    Args:
+        k_cache, v_cache: [B_cache, length, Hk, D]; with a block_table pages [blocks, page, Hk, D].
+        k, v: [B, new, Hk, D]: put behind the tokens that the cache has, in place.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2]: turn q and k at their positions.
+        cache_seqlens: [B] int32 or int64, or one length for all: tokens before k and v. None: the
+            caches are full.
+        cache_batch_idx: [B]: the row of the cache that each sequence has.
+        cache_leftpad: [B]: tokens at the front of each row that are no keys.
+        block_table: [B, width] int32 or int64.
+        rotary_interleaved: whether pairs of dimensions are turned together, not halves.
+        num_splits: changes nothing.
+        return_softmax_lse: returns (out, lse [B, H, S]).
+
+    The other arguments are those of :func:`flash_attn_func`.
 
     Raises:
         Unsupported: for an argument of flash-attn that this library does not have, by name.
@@ -224,8 +255,27 @@ def _unpacked(function: str, name: str, rows: Tensor, count: int, lead: str) -> 
     return rows.unbind(-3)
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Result:
-    """:func:`flash_attn_func` of qkv [B, S, 3, H, D].
+_KV = {"k": "kv", "v": "kv"}
+_QKV = {
+    "q": "qkv", "k": "qkv", "v": "qkv", "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens",
+    "max_seqlen_q": "max_seqlen", "max_seqlen_k": "max_seqlen",
+}  # fmt: skip
+"""What the packed forms call the arguments of the others."""
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+) -> Result:
+    """:func:`flash_attn_func` of qkv [B, S, 3, H, D], with its other arguments.
 
     Raises:
         Unsupported: for an argument of flash-attn that this library does not have, by name.
@@ -238,11 +288,29 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Result:
         True
     """
     q, k, v = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, 3, "batch, seqlen")
-    return flash_attn_func(q, k, v, *args, **kwargs)
+    try:
+        return flash_attn_func(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, s_aux,
+        )  # fmt: skip
+    except Error as error:
+        raise renamed(error, "flash_attn_qkvpacked_func", _QKV) from None
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
-    """:func:`flash_attn_func` of kv [B, Sk, 2, Hk, D].
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+) -> Result:
+    """:func:`flash_attn_func` of kv [B, Sk, 2, Hk, D], with its other arguments.
 
     Raises:
         Unsupported: for an argument of flash-attn that this library does not have, by name.
@@ -255,13 +323,30 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -
         True
     """
     k, v = _unpacked("flash_attn_kvpacked_func", "kv", kv, 2, "batch, seqlen_k")
-    return flash_attn_func(q, k, v, *args, **kwargs)
+    try:
+        return flash_attn_func(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, s_aux,
+        )  # fmt: skip
+    except Error as error:
+        raise renamed(error, "flash_attn_kvpacked_func", _KV) from None
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D].
+    """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D], with its other arguments.
 
     Raises:
         Unsupported: for an argument of flash-attn that this library does not have, by name.
@@ -274,13 +359,34 @@ def flash_attn_varlen_qkvpacked_func(
         True
     """
     q, k, v = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, "total")
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs
-    )
+    try:
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
+            causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, None,
+            s_aux,
+        )  # fmt: skip
+    except Error as error:
+        raise renamed(error, "flash_attn_varlen_qkvpacked_func", _QKV) from None
 
 
-def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
-    """:func:`flash_attn_varlen_func` of kv [Tk, 2, Hk, D].
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of kv [Tk, 2, Hk, D], with its other arguments.
 
     Raises:
         Unsupported: for an argument of flash-attn that this library does not have, by name.
@@ -294,4 +400,11 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs:
         True
     """
     k, v = _unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, 2, "total_k")
-    return flash_attn_varlen_func(q, k, v, *args, **kwargs)
+    try:
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+            softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, None, s_aux,
+        )  # fmt: skip
+    except Error as error:
+        raise renamed(error, "flash_attn_varlen_kvpacked_func", _KV) from None

@@ -46,6 +46,13 @@ def flash_attn_func(
 ) -> Result:
     """q [B, S, H, D], k, v [B, Sk, Hk, D] -> out, or (out, lse [B, H, S]).
 
+    Args:
+        q_descale, k_descale, v_descale: [B, Hk] float32, for 8-bit tensors.
+        sinks: as s_aux.
+
+    The other arguments are those of :func:`vllm_kernels.compat.flash_attn.flash_attn_func`, or
+    hints.
+
     Raises:
         Unsupported: for an argument of flash-attn that this library does not have, by name.
         RuntimeError: for another dtype, shape or device than above, by name.
@@ -96,6 +103,12 @@ def flash_attn_varlen_func(
     ver: int = 3,
 ) -> Result:
     """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> out [T, H, Dv], or (out, lse [H, T]).
+
+    Args:
+        seqused_k: [B]: keys of each sequence that count; needs max_seqlen_k.
+
+    The other arguments are those of
+    :func:`vllm_kernels.compat.flash_attn.flash_attn_varlen_func`, or hints.
 
     Raises:
         Unsupported: for an argument of flash-attn that this library does not have, by name.
@@ -168,8 +181,14 @@ def flash_attn_with_kvcache(
 ) -> Result:
     """q [B, S, H, D] -> out like q, or (out, lse [B, H, S]).
 
-    With cu_seqlens_q [B + 1] q is [T, H, D], k and v [tokens, Hk, D] by cu_seqlens_k_new, and lse
-    [H, T]. cu_seqlens_k_new without k is not looked at.
+    Args:
+        page_table: [B, width] int32 or int64: the caches are then pages [blocks, page, Hk, D].
+        cu_seqlens_q: [B + 1]: q is then [T, H, D], and lse [H, T].
+        cu_seqlens_k_new: [B + 1]: k and v are then [tokens, Hk, D]. Without k it is not looked at.
+        max_seqlen_q: with cu_seqlens_q a bound on a sequence's queries; T by default.
+
+    The other arguments are those of
+    :func:`vllm_kernels.compat.flash_attn.flash_attn_with_kvcache`, or hints.
 
     Raises:
         Unsupported: for an argument of flash-attn that this library does not have, by name.
