@@ -93,12 +93,13 @@ struct PagedAttentionParams {
   float softcap = 0.0f;  // 0: none
   // Tokens of a split in any batch; 0: splits depend on the batch. (The CPU then has no splits.)
   int32_t fixed_split_size = 0;
-  // CUDA: the caller promises that pages, tables, lengths and starts are written. They are read
-  // once, maybe before the primary kernel ends.
+  // CUDA: the caller promises that pages, tables, lengths and starts are written. They may
+  // be read before the primary kernel ends.
   bool kv_ready = false;
   // CUDA, with query_start_loc: seq_lens is [num_seqs + 1], and its differences are the lengths.
   bool has_cumulative_lens = false;
-  // Rows of `out` that no sequence owns become 0. (Their lse is always -inf.)
+  // Rows of `out` that no sequence owns become 0. (Their lse is always -inf.) On CUDA no sequence
+  // owns its tokens past max_query_len.
   bool zero_unowned = false;
   // Not null: no pages. Token t of a sequence is row key_start_loc[seq] + t of keys and values.
   // `kv` describes these as one block in layout NHD. varlen_attention: max_seq_len is the number of
@@ -132,15 +133,6 @@ VLLM_KERNELS_HOST_DEVICE static inline RowRange row_range(int32_t first, int32_t
   first = first < 0 ? 0 : first > bound ? bound : first;
   end = end < first ? first : end > bound ? bound : end;
   return {.first = first, .count = end - first};
-}
-
-// The query tokens that sequences own, with query_start_loc: one range. A single start that is out
-// of order, which CUDA cannot refuse, must not take the rows of sequences that it does not bound.
-VLLM_KERNELS_HOST_DEVICE static inline RowRange owned_rows(const PagedAttentionParams& p) {
-  const int32_t* starts = p.query_start_loc;
-  const int32_t first = starts[0], second = starts[1];
-  const int32_t end = starts[p.num_seqs], before = starts[p.num_seqs - 1];
-  return row_range(first < second ? first : second, end > before ? end : before, p.num_tokens);
 }
 
 // A sequence's query tokens: never outside of query, never more than the caller's bound.

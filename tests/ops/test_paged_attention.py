@@ -123,33 +123,49 @@ def test_lse_changes_no_bit_of_out(device, dtype, layout, head_size):
             torch.testing.assert_close(lse.double(), case.naive()[1], rtol=1e-5, atol=1e-4)
 
 
-BATCHES = {  # lengths, query tokens and pages that reach each kernel of a GPU
-    "decode": ([30, 9], [1, 1], {}),
-    "verification": ([30, 9], [2, 3], {}),
-    "prompts": ([300, 90], [260, 70], {}),
-    "prompts over 8 bits": ([300, 90], [260, 70], {"stored": torch.int8}),
-    "prompts on small pages": ([300, 90], [260, 70], {"block_size": 8, "head_size": 40}),
-    "prompts and decodes": ([300, 9, 40], [260, 1, 1], {}),
-    "long": ([9000], [1], {}),
+BATCHES = {  # lengths, query tokens, options, and what explain() says of 16 bits on a Hopper GPU
+    "decode": ([30, 9], [1, 1], {}, "decode, head"),
+    "kv_ready": ([30, 9], [1, 1], {}, "decode, head"),
+    "verification": ([30, 9], [2, 3], {}, "decode_wgmma"),
+    "heads of 256": ([30, 9], [2, 3], {"head_size": 256}, "decode (several warps"),
+    "split": ([9000], [1], {}, "decode, head"),
+    "prompts": ([300, 200], [200, 130], {"heads": 64}, "prefill sm90"),
+    "prompts over 8 bits": (
+        [60] * 6,
+        [24] * 6,
+        {"heads": 64, "stored": torch.int8},
+        "prefill sm90",
+    ),
+    "gathered": ([120, 90], [90, 60], {"heads": 64, "stored": torch.int8}, "are gathered"),
+    "pages of 8": ([60] * 6, [24] * 6, {"heads": 64, "block_size": 8}, "prefill sm80"),
+    "with decodes": ([300] + [40] * 5, [200] + [1] * 5, {"heads": 64}, "concurrently"),
 }
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_tokens_that_no_sequence_owns(device, dtype, layout, batch):
     """They are 0, lse -inf, where the op makes out; a given out stays as it is there."""
-    lens, queries, pages = BATCHES[batch]
-    case = make_case(device, dtype, lens, queries, layout=layout, **pages)
+    lens, queries, shapes, kernel = BATCHES[batch]
+    case = make_case(device, dtype, lens, queries, layout=layout, **shapes)
     first, last = 4, 4 + sum(queries)
     nobody = torch.full_like(case.query[:1], NAN)
-    query = torch.cat([nobody.expand(first, -1, -1), case.query, nobody.expand(700, -1, -1)])
+    query = torch.cat([nobody.expand(first, -1, -1), case.query, nobody.expand(30, -1, -1)])
     starts = torch.tensor([first, *queries], device=device).cumsum(0).int()
     call = (query, *case.tensors()[1:])
     options = {**case.options, "query_start_loc": starts, "max_query_len": max(queries)}
-    torch.empty(8 * query.numel(), device=device).fill_(NAN)  # memory that comes again
-    out, lse = vllm_kernels.paged_attention(*call, **options, return_lse=True)
+    options["kv_ready"] = batch == "kv_ready"
+    if device == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability()[0] == 9:
+        assert kernel in vllm_kernels.explain(vllm_kernels.paged_attention, *call, **options)
+    out, lse = torch.full_like(query, NAN), torch.full(query.shape[:2], 7.0, device=device)
+    torch.ops.vllm_kernels.paged_attention(
+        out, lse, *call, starts, query.shape[-1] ** -0.5, None, 0, 0.0, None,
+        case.options.get("k_scale"), case.options.get("v_scale"), layout, max(queries), None,
+        kv_ready=options["kv_ready"], zero_unowned=True,
+    )  # fmt: skip
     # Not always by the same kernel: the choice depends on the number of tokens.
     torch.testing.assert_close(out[first:last], case.run(), rtol=2e-2, atol=2e-2)
-    assert torch.equal(vllm_kernels.paged_attention(*call, **options), out)
+    for got in vllm_kernels.paged_attention(*call, **options, return_lse=True), (out, lse):
+        assert torch.equal(got[0], out) and torch.equal(got[1], lse)
     given = torch.full_like(query, 7.0)
     vllm_kernels.paged_attention(*call, **options, out=given)
     assert torch.equal(given[first:last], out[first:last])
@@ -162,9 +178,11 @@ def test_no_sequence_owns_a_token(device, layout):
     case = make_case(device, torch.float32, [], [], layout=layout)
     query = torch.full((5, 8, 64), NAN, device=device)
     starts = torch.zeros(1, dtype=torch.int32, device=device)
-    out, lse = vllm_kernels.paged_attention(
-        query, *case.tensors()[1:], query_start_loc=starts, layout=layout, return_lse=True
-    )
+    out, lse = torch.full_like(query, NAN), torch.full(query.shape[:2], 7.0, device=device)
+    torch.ops.vllm_kernels.paged_attention(
+        out, lse, query, *case.tensors()[1:], starts, 1.0, None, 0, 0.0, None, None, None, layout,
+        1, None, zero_unowned=True,
+    )  # fmt: skip
     assert not out.any() and (lse == -torch.inf).all()
 
 

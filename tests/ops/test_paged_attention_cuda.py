@@ -263,6 +263,38 @@ def test_bad_starts_are_contained(layout, end, heads, query_len):
     torch.testing.assert_close(got[2 * query_len :], want[2 * query_len :], **bound)
 
 
+@pytest.mark.parametrize("queries, most", [([2, 3, 1], 1), ([40, 5, 17], 16), ([300, 200, 1], 150)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_past_max_query_len_are_zero(layout, queries, most):
+    """A sequence is longer than promised: its first tokens are right, the others are 0."""
+    shapes = {"heads": 32, "kv_heads": 2, "head_size": 128, "layout": layout}
+    case = make_case("cuda", BF16, [350, 240, 9], queries, **shapes)
+    shape = case.query.shape
+    out = torch.full_like(case.query, float("nan"))
+    lse = torch.full(shape[:2], 7.0, device="cuda")
+    torch.ops.vllm_kernels.paged_attention(
+        out, lse, *case.tensors(), case.options["query_start_loc"], shape[-1] ** -0.5, None, 0, 0.0,
+        None, None, None, layout, most, None, zero_unowned=True,
+    )  # fmt: skip
+    first = 0
+    for count in queries:
+        end = first + min(count, most)
+        assert (lse[first:end] > -torch.inf).all() and not out[first:end].isnan().any()
+        assert not out[end : first + count].any() and (lse[end : first + count] == -torch.inf).all()
+        first += count
+
+
+@pytest.mark.parametrize("starts", [[0, 3, 7, 0, 0], [2**31 - 1, 2**31 - 1, 3, 7, 10]])
+def test_padded_starts_take_no_rows_of_others(starts):
+    """Starts that fall to 0 behind the last sequence: those before keep their rows."""
+    case = make_case("cuda", BF16, [30, 50, 40, 20], [3, 4, 2, 1], heads=8, kv_heads=2)
+    want = case.run()
+    broken = case.with_options(query_start_loc=torch.tensor(starts, device="cuda").int())
+    got = vllm_kernels.paged_attention(*broken.tensors(), **broken.options, max_query_len=4)
+    right = slice(0, 7) if starts[0] == 0 else slice(9, 10)
+    torch.testing.assert_close(got[right], want[right], rtol=2**-6, atol=2**-6)
+
+
 def test_fixed_split_size_need_slots():
     """Whether every piece has one follows from the table's width: lengths are on the device."""
     case = make_case("cuda", BF16, [900, 33], heads=8, kv_heads=2).with_options(fixed_split_size=16)

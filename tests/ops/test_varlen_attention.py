@@ -107,8 +107,16 @@ def check(case: Case) -> None:
         got[rows], want[rows], absolute.naive()[0][rows], case.query[rows], scale, lens,
         (lse[rows], want_lse[rows]),
     )  # fmt: skip
-    made = case.run()
-    assert torch.equal(made[rows], got[rows])
+    made = torch.full_like(case.query, NAN)
+    options = {"alibi_slopes": None, "softcap": 0.0, "sinks": None, "k_scale": None}
+    options |= {"v_scale": None, "scale": scale} | case.options
+    causal, window = options.pop("causal", True), options.pop("window", (-1, -1))
+    torch.ops.vllm_kernels.varlen_attention(
+        made, None, *case.tensors(), **options, window_left=window[0],
+        window_right=0 if causal else window[1], max_query_len=case.max_query_len or len(got),
+        zero_unowned=True,
+    )  # fmt: skip
+    assert torch.equal(made[rows], got[rows]) and torch.equal(case.run(), made)
     for nobody in (slice(0, rows.start), slice(rows.stop, None)):
         assert got[nobody].isnan().all() and (lse[nobody] == -torch.inf).all()
         assert not made[nobody].any()

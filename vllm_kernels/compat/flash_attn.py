@@ -123,8 +123,8 @@ def flash_attn_varlen_func(
     Args:
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32 or int64: where each sequence's tokens start, and
             the last one's end. A query that no sequence has gives 0.
-        max_seqlen_q: a bound on a sequence's queries. A CPU refuses longer ones; CUDA leaves the
-            queries past it out.
+        max_seqlen_q: a bound on a sequence's queries. A CPU refuses longer ones; CUDA gives the
+            queries past it 0.
         max_seqlen_k: not looked at.
         block_table: [B, width] int32 or int64: k and v are then pages [blocks, page, Hk, D].
         return_attn_probs: returns (out, lse [H, T], None).

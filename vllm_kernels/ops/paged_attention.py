@@ -214,7 +214,7 @@ def paged_attention(
             are fine.
         max_query_len: a bound on a sequence's query tokens, num_tokens by default. CUDA chooses the
             kernel by it, so give it wherever a batch has several tokens. Where it is too low, a CPU
-            raises and CUDA leaves a sequence's tokens past it out.
+            raises, and on CUDA no sequence owns the tokens past it.
         alibi_slopes: [num_heads] float32.
         sliding_window: tokens visible to a query token, itself included; 0: all.
         softcap: bound on the scaled product; 0: none.

@@ -49,20 +49,21 @@ inline int32_t max_int32(int32_t a, int32_t b) {
   return a > b ? a : b;
 }
 
-// Writes lse -inf and, with p.zero_unowned, out 0 to the rows that no sequence owns.
+// Writes lse -inf and, with p.zero_unowned, out 0 to the rows that no sequence owns. Starts are
+// in order, because the binding has checked them.
 inline void clear_unowned_rows(const PagedAttentionParams& p) {
   if (p.query_start_loc == nullptr) return;
-  const RowRange owned = owned_rows(p);
   const auto clear = [&](int64_t begin, int64_t end) {
-    const int64_t row_bytes = p.out_stride * size_of(p.dtype);
+    // Not out_stride, which may be any number for a single row.
+    const int64_t row_bytes = int64_t{p.num_heads} * p.kv.head_size * size_of(p.dtype);
     if (p.zero_unowned) {
       std::memset(static_cast<char*>(p.out) + begin * row_bytes, 0, (end - begin) * row_bytes);
     }
     if (p.lse == nullptr) return;
     for (int64_t at = begin * p.num_heads; at < end * p.num_heads; ++at) p.lse[at] = -INFINITY;
   };
-  clear(0, owned.first);
-  clear(owned.first + owned.count, p.num_tokens);
+  clear(0, p.query_start_loc[0]);
+  clear(p.query_start_loc[p.num_seqs], p.num_tokens);
 }
 
 // Calls body(tile) for the tiles that have any of the grains [begin, end), in order. If `end` is

@@ -136,20 +136,25 @@ void launch_plan(Plan plan, const Tensor& query) {
   launch(Combine{plan}, query);
 }
 
-void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
-  if (params.query == nullptr) return;  // a meta tensor
-  if (report_cpu_kernel("paged_attention", "decode")) return;
+void run_decode(const PagedAttentionParams& params, const Tensor& query) {
   launch_plan<cpu::DecodeCombine>(cpu::plan_decode(params, torch::stable::get_num_threads()),
                                   query);
 }
 
+void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
+  if (params.query == nullptr) return;  // a meta tensor
+  if (!report_cpu_kernel("paged_attention", "decode")) run_decode(params, query);
+}
+
 void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query, void*) {
   if (given.query == nullptr) return;  // a meta tensor
-  cpu::clear_unowned_rows(given);
   const PagedAttentionParams params = cpu::tighten_bounds(given);
-  if (cpu::fits_decode_kernel(params)) return launch_decode(params, query);
-  if (report_cpu_kernel("paged_attention", "general (several query tokens, windows, any mask)"))
+  const bool decodes = cpu::fits_decode_kernel(params);
+  if (report_cpu_kernel("paged_attention",
+                        decodes ? "decode" : "general (several query tokens, windows, any mask)"))
     return;
+  cpu::clear_unowned_rows(params);
+  if (decodes) return run_decode(params, query);
   launch_plan<cpu::PagedAttentionCombine>(
       cpu::plan_paged_attention(params, torch::stable::get_num_threads()), query);
 }

@@ -269,10 +269,12 @@ __global__ void __launch_bounds__(kSimtWarps * 32, sm90a_or(kSimtCtasPerSm, 3))
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int split = blockIdx.y, head_size = p.kv.head_size, fours = head_size / 4;
-  if (split == 0 && blockIdx.z == 0) clear_unowned_rows(p, warp, kSimtWarps);
   const TokenRange tokens = tokens_of_query(p, blockIdx.x);
   const int visible = tokens.end - tokens.begin;
   const int num_splits = max(1, (visible - 1) / shape.split_tokens + 1);
+  if (tokens.query < 0 && split == 0 && blockIdx.z == 0) {
+    clear_row(p, blockIdx.x, threadIdx.x, kSimtWarps * 32);
+  }
   if (tokens.query < 0 || split >= num_splits) return;
   const HeadRange heads = head_range(p, blockIdx.z, shape.head_chunks);
   const float k_scale = sizeof(Cache) == 1 && p.kv.k_scale != nullptr
