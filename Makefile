@@ -38,6 +38,7 @@ $(VENV)/.installed: pyproject.toml
 build: $(VENV)/.installed
 	mkdir -p build
 	$(PY) setup.py --quiet build_ext --inplace > build/build.log 2>&1 || { cat build/build.log; exit 1; }
+	@grep -A 2 'CMake Warning' build/build.log || true
 
 demo: build
 	$(PY) -m vllm_kernels demo

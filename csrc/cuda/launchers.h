@@ -64,9 +64,9 @@ void launch(const SparqParams& params, Stream stream);  // without its attention
 void launch(const ValueMeanUpdateParams& params, Stream stream);
 
 // --- attention
-// paged_attention, varlen_attention, v1 and v2. `workspace` has kPagedAttentionWorkspaceBytes that
-// no concurrent launch uses; null selects the stream's own workspace. `scratch` has
-// gather_scratch_bytes(params), for this launch alone.
+// paged_attention, v1, v2, varlen_attention, attention_with_kvcache, sparq_attention. `workspace`
+// has kPagedAttentionWorkspaceBytes that no concurrent launch uses; null selects the stream's own
+// workspace. `scratch` has gather_scratch_bytes(params), for this launch alone.
 int64_t gather_scratch_bytes(const PagedAttentionParams& params);
 void launch_paged_attention(const PagedAttentionParams& params, void* workspace, void* scratch,
                             Stream stream);

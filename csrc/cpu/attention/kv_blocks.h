@@ -45,7 +45,7 @@ class KvBlockLoader {
   }
 
   template <bool keys>
-  void prefetch(const WorkTile& tile, KvBlock kv_block) {
+  void prefetch(const QueryTile& tile, KvBlock kv_block) {
     const int64_t row_bytes = kv_.head_size * int64_t{sizeof(Cache)};
     for_each_address<keys>(tile, kv_block, [&](const Cache* page, int slots, int) {
       const char* from = reinterpret_cast<const char*>(page);
@@ -61,7 +61,7 @@ class KvBlockLoader {
   // Calls body(page, first slot, number of slots, first token in the KV block). Contiguous keys are
   // slots of page 0.
   template <typename Body>
-  void for_each_page(const WorkTile& tile, KvBlock kv_block, Body&& body) const {
+  void for_each_page(const QueryTile& tile, KvBlock kv_block, Body&& body) const {
     if (p_.key_start_loc != nullptr) {
       if (kv_block.count > 0) body(0, tile.keys.first + kv_block.first, kv_block.count, 0);
       return;
@@ -78,7 +78,7 @@ class KvBlockLoader {
   // Pointers to the KV block's rows of K or V, padded with the last one to whole vectors. Not for
   // layout vllm.
   template <bool keys>
-  void row_pointers(const WorkTile& tile, KvBlock kv_block, const char** rows) const {
+  void row_pointers(const QueryTile& tile, KvBlock kv_block, const char** rows) const {
     for_each_address<keys>(tile, kv_block, [&](const Cache* from, int slots, int at) {
       for (int i = 0; i < slots; ++i) {
         rows[at + i] = reinterpret_cast<const char*>(from + i * token_stride<keys>());
@@ -102,13 +102,13 @@ class KvBlockLoader {
   }
 
   // K as [words][kKvBlockTokens].
-  void pack_keys(const WorkTile& tile, KvBlock kv_block) {
+  void pack_keys(const QueryTile& tile, KvBlock kv_block) {
     upcast_keys(tile, kv_block);
     transpose(staged, words, kKvBlockTokens, words, packed, kKvBlockTokens);
   }
 
   // V as [kWords][stride] in `staged`, zeros past the KV block's last token.
-  void pack_values(const WorkTile& tile, KvBlock kv_block) {
+  void pack_values(const QueryTile& tile, KvBlock kv_block) {
     if (kv_.layout == KvLayout::kVllm) {
       copy_columns(tile, kv_block);
       transpose(packed, kWords, stride, kWords, staged, stride);
@@ -127,7 +127,7 @@ class KvBlockLoader {
     }
   }
 
-  void upcast_keys(const WorkTile& tile, KvBlock kv_block) {
+  void upcast_keys(const QueryTile& tile, KvBlock kv_block) {
     for_each_address<true>(tile, kv_block, [&](const Cache* key, int slots, int at) {
       float* to = staged + at * words;
       for (int i = 0; i < slots; ++i, key += kv_.key_token_stride, to += words) {
@@ -145,7 +145,7 @@ class KvBlockLoader {
   }
 
   // V as rows [token][stride]; in layout vllm as columns [head_size][kKvBlockTokens].
-  void upcast_values(const WorkTile& tile, KvBlock kv_block) {
+  void upcast_values(const QueryTile& tile, KvBlock kv_block) {
     for_each_address<false>(tile, kv_block, [&](const Cache* value, int slots, int at) {
       if (kv_.layout != KvLayout::kVllm) {
         for (int i = 0; i < slots; ++i) {
@@ -173,7 +173,7 @@ class KvBlockLoader {
   // Calls body(address, number of slots, first token in the KV block) page by page. The address is
   // that of K or V of the first slot.
   template <bool keys, typename Body>
-  void for_each_address(const WorkTile& tile, KvBlock kv_block, Body&& body) const {
+  void for_each_address(const QueryTile& tile, KvBlock kv_block, Body&& body) const {
     for_each_page(tile, kv_block, [&](int64_t page, int slot, int slots, int at) {
       const int64_t offset = keys ? kv_.key_offset(page, tile.kv_head, slot, 0)
                                   : kv_.value_offset(page, tile.kv_head, slot, 0);
@@ -191,7 +191,7 @@ class KvBlockLoader {
   }
 
   // Layout vllm: V's columns as [stride][kWords] in `packed`.
-  void copy_columns(const WorkTile& tile, KvBlock kv_block) {
+  void copy_columns(const QueryTile& tile, KvBlock kv_block) {
     for (int i = kv_.head_size * kWords; i < stride * kWords; ++i) packed[i] = 0.0f;
     for_each_address<false>(tile, kv_block, [&](const Cache* value, int slots, int at) {
       for (int d = 0; d < kv_.head_size; ++d, value += kv_.value_dim_stride) {
@@ -206,7 +206,7 @@ class KvBlockLoader {
   }
 
   // NHD and HND: interleaves the rows of tokens 2i and 2i + 1 into row i of pairs.
-  void copy_pairs(const WorkTile& tile, KvBlock kv_block) {
+  void copy_pairs(const QueryTile& tile, KvBlock kv_block) {
     // An odd last token is paired with itself. pack_values() zeroes the second one.
     const char* rows[kKvBlockTokens];
     row_pointers<false>(tile, kv_block, rows);

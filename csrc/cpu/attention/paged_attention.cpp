@@ -29,7 +29,7 @@ namespace vllm_kernels::cpu {
 namespace {
 
 constexpr int kMinPackedRows = 12;  // of a tile; for fewer rows packing costs more than it gains
-constexpr int kRowBuffers = kWorkTileRows + kMaxBlockRows;
+constexpr int kRowBuffers = kQueryTileRows + kMaxBlockRows;
 
 inline Vec lane_numbers() {
   Vec lanes;
@@ -57,11 +57,11 @@ class PagedAttentionTask {
 
   void run() {
     const int64_t begin = plan_.first_grain(task_), end = plan_.first_grain(task_ + 1);
-    for_each_work_tile(plan_, begin, end, [&](const WorkTile& tile) { run(tile, begin, end); });
+    for_each_query_tile(plan_, begin, end, [&](const QueryTile& tile) { run(tile, begin, end); });
   }
 
  private:
-  void run(const WorkTile& tile, int64_t begin, int64_t end) {
+  void run(const QueryTile& tile, int64_t begin, int64_t end) {
     const bool starts = tile.first_grain >= begin, ends = tile.first_grain + tile.num_grains <= end;
     const int64_t skipped = starts ? 0 : begin - tile.first_grain;
     const int64_t first = tile.begin + skipped * plan_.grain_tokens;
@@ -83,7 +83,7 @@ class PagedAttentionTask {
     });
   }
 
-  void begin_tile(const WorkTile& tile) {
+  void begin_tile(const QueryTile& tile) {
     const int rows = tile.queries * tile.heads;
     packed_ = rows >= kMinPackedRows;
     loader_.begin_tile(packed_);
@@ -108,7 +108,7 @@ class PagedAttentionTask {
   }
 
   // Prefetches V while K is multiplied, and the next K while V is multiplied.
-  void add_kv_block(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
+  void add_kv_block(const QueryTile& tile, KvBlock kv_block, KvBlock next) {
     if (token_scales_.any()) read_token_scales(tile, kv_block, next);
     if (packed_) return add_kv_block_packed(tile, kv_block, next);
     if (kv_.layout != KvLayout::kVllm) return add_kv_block_token_rows(tile, kv_block, next);
@@ -130,7 +130,7 @@ class PagedAttentionTask {
     }
   }
 
-  void read_token_scales(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
+  void read_token_scales(const QueryTile& tile, KvBlock kv_block, KvBlock next) {
     loader_.for_each_page(tile, kv_block, [&](int64_t page, int slot, int slots, int at) {
       token_scales_.read(page, tile.kv_head, slot, slots, at);
     });
@@ -140,7 +140,7 @@ class PagedAttentionTask {
     });
   }
 
-  void add_kv_block_token_rows(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
+  void add_kv_block_token_rows(const QueryTile& tile, KvBlock kv_block, KvBlock next) {
     const int rows = tile.queries * tile.heads;
     VisibleRange any = {.begin = kKvBlockTokens, .end = 0};  // by any query
     bool same_visible = true;
@@ -182,7 +182,7 @@ class PagedAttentionTask {
     next_keys.finish();
   }
 
-  void add_kv_block_packed(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
+  void add_kv_block_packed(const QueryTile& tile, KvBlock kv_block, KvBlock next) {
     const int rows = tile.queries * tile.heads;
     loader_.template prefetch<false>(tile, kv_block);
     loader_.pack_keys(tile, kv_block);
@@ -231,7 +231,7 @@ class PagedAttentionTask {
 
   // The same where V has infinities or NaNs, since 0 * V would be NaN. Handles each query token by
   // itself and zeroes the V that is not visible to it.
-  void add_pv_visible(const WorkTile& tile) {
+  void add_pv_visible(const QueryTile& tile) {
     constexpr int kRows = 24;
     alignas(64) float out[(kRows + kMaxBlockRows) * kMaxHeadSize];
     for (int query = 0; query < tile.queries; ++query) {
@@ -269,7 +269,7 @@ class PagedAttentionTask {
 
   bool any_visible(int query) const { return visible_[query].begin < visible_[query].end; }
 
-  void set_visible(const WorkTile& tile, int query, int32_t first, int count) {
+  void set_visible(const QueryTile& tile, int query, int32_t first, int count) {
     const int64_t position = tile.first_position + query;
     const VisibleTokens visible = visible_tokens(p_, position, position, tile.keys.count);
     const int begin = visible.begin - first, end = visible.end - first;
@@ -278,7 +278,7 @@ class PagedAttentionTask {
 
   // --- scores and softmax
 
-  void score_row(const WorkTile& tile, int query, int head, int32_t first) {
+  void score_row(const QueryTile& tile, int query, int head, int32_t first) {
     const int row = query * tile.heads + head;
     const VisibleRange visible = visible_[query];
     float* probs = probs_ + row * kKvBlockTokens;
@@ -289,7 +289,7 @@ class PagedAttentionTask {
   }
 
   // The softmax of scores in probs_, for the packed GEMM: a whole KV block, p as packed words.
-  void softmax_packed_row(const WorkTile& tile, int query, int head, int32_t first) {
+  void softmax_packed_row(const QueryTile& tile, int query, int head, int32_t first) {
     const int row = query * tile.heads + head;
     const VisibleRange visible = visible_[query];
     float* probs = probs_ + row * kKvBlockTokens;
@@ -367,7 +367,7 @@ class PagedAttentionTask {
 
   // Replaces the scores in probs_ by p = exp(score - row_max), 0 for tokens that are not visible.
   // Sets rescale_[row], the factor by which earlier sums must be rescaled.
-  void softmax_row(const WorkTile& tile, int query, int head, int32_t first) {
+  void softmax_row(const QueryTile& tile, int query, int head, int32_t first) {
     const int row = query * tile.heads + head;
     const VisibleRange visible = visible_[query];
     const int from = visible.begin / kLanes * kLanes;
@@ -401,7 +401,7 @@ class PagedAttentionTask {
   }
 
   // -inf for tokens [token, token + kLanes) of the sequence that the tree mask hides.
-  Vec masked_by_tree(const WorkTile& tile, int query, int32_t token, Vec score) const {
+  Vec masked_by_tree(const QueryTile& tile, int query, int32_t token, Vec score) const {
     const int32_t index = tile.first_position + query - tile.first_new;
     const int32_t visible = tile.first_new - token;  // lanes before the query tokens
     for (int32_t lane = visible > 0 ? visible : 0; lane < kLanes; ++lane) {
@@ -468,10 +468,10 @@ class PagedAttentionTask {
   alignas(64) float query_[kRowBuffers * kMaxHeadSize];  // [rows][loader_.words]
   alignas(64) float out_[kRowBuffers * kMaxHeadSize];    // [rows][stride_], not divided by row_sum_
   alignas(64) float probs_[kRowBuffers * kKvBlockTokens];  // [rows][kKvBlockTokens]: scores, then p
-  float row_max_[kWorkTileRows];
-  float row_sum_[kWorkTileRows];
-  float rescale_[kWorkTileRows];
-  VisibleRange visible_[kWorkTileRows];
+  float row_max_[kQueryTileRows];
+  float row_sum_[kQueryTileRows];
+  float rescale_[kQueryTileRows];
+  VisibleRange visible_[kQueryTileRows];
   const char* keys_[kKvBlockTokens + kLanes];  // rows of the KV block's tokens
   const char* values_[kKvBlockTokens + kLanes];
   const char* next_keys_[kKvBlockTokens + kLanes];

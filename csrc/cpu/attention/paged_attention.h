@@ -1,8 +1,8 @@
 // How the general attention kernel of the CPU is cut into tasks. paged_attention runs here unless
 // fits_decode_kernel(), and varlen_attention always.
 //
-// A work tile is a few query tokens of one sequence with the query heads of one KV head. These are
-// up to kWorkTileRows rows (PackGQA) that read the same K and V. The visible KV range of a tile is
+// A query tile is a few query tokens of one sequence with the query heads of one KV head. These are
+// up to kQueryTileRows rows (PackGQA) that read the same K and V. The visible KV range of a tile is
 // divided into grains of grain_tokens tokens. All grains of the batch, tile after tile, form one
 // list. Each task takes an equal and contiguous range of that list.
 //
@@ -17,7 +17,7 @@
 
 namespace vllm_kernels::cpu {
 
-constexpr int32_t kWorkTileRows = 256;
+constexpr int32_t kQueryTileRows = 256;
 
 struct PagedAttentionPlan : AttentionPlan {};
 
@@ -26,7 +26,7 @@ struct PagedAttentionCombine {
   PagedAttentionPlan plan;
 };
 
-struct WorkTile {
+struct QueryTile {
   int32_t seq;
   int32_t kv_head;
   int32_t first_head;
@@ -69,8 +69,8 @@ inline void clear_unowned_rows(const PagedAttentionParams& p) {
 // Calls body(tile) for the tiles that have any of the grains [begin, end), in order. If `end` is
 // past the last grain, it returns the number of grains of the batch.
 template <typename Body>
-int64_t for_each_work_tile(const PagedAttentionPlan& plan, int64_t begin, int64_t end,
-                           Body&& body) {
+int64_t for_each_query_tile(const PagedAttentionPlan& plan, int64_t begin, int64_t end,
+                            Body&& body) {
   const PagedAttentionParams& p = plan.params;
   const int32_t group = p.num_heads / p.kv.num_kv_heads;
   const int64_t rows = static_cast<int64_t>(p.kv.num_kv_heads) * plan.tiles_per_kv_head;
@@ -79,7 +79,7 @@ int64_t for_each_work_tile(const PagedAttentionPlan& plan, int64_t begin, int64_
     const RowRange range = query_range(p, seq);
     const RowRange keys = key_range(p, seq);
     for (int32_t query = 0; query < range.count; query += plan.queries_per_tile) {
-      WorkTile tile{};
+      QueryTile tile{};
       tile.seq = seq;
       tile.first_token = range.first + query;
       tile.queries = min_int32(plan.queries_per_tile, range.count - query);
@@ -137,14 +137,14 @@ int64_t for_each_work_tile(const PagedAttentionPlan& plan, int64_t begin, int64_
   const int32_t group = p.num_heads / p.kv.num_kv_heads;
   PagedAttentionPlan plan;
   plan.params = p;
-  plan.heads_per_tile = min_int32(group, kWorkTileRows);
-  plan.queries_per_tile = min_int32(kWorkTileRows / plan.heads_per_tile, p.max_query_len);
+  plan.heads_per_tile = min_int32(group, kQueryTileRows);
+  plan.queries_per_tile = min_int32(kQueryTileRows / plan.heads_per_tile, p.max_query_len);
   if (plan.queries_per_tile < 1) plan.queries_per_tile = 1;
-  plan.tiles_per_kv_head = (group + kWorkTileRows - 1) / kWorkTileRows;
+  plan.tiles_per_kv_head = (group + kQueryTileRows - 1) / kQueryTileRows;
   plan.grain_tokens = p.fixed_split_size > 0 ? kUnsplit : kGrainTokens;
   int64_t tokens = 0;
-  plan.num_grains = for_each_work_tile(
-      plan, 0, INT64_MAX, [&](const WorkTile& tile) { tokens += tile.end - tile.begin; });
+  plan.num_grains = for_each_query_tile(
+      plan, 0, INT64_MAX, [&](const QueryTile& tile) { tokens += tile.end - tile.begin; });
   plan.set_tasks(threads, 2 * tokens * p.kv.head_size * size_of(p.kv.dtype));
   return plan;
 }

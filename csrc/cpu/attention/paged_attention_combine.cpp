@@ -61,7 +61,7 @@ void run(const PagedAttentionCombine& combine, int64_t first, int64_t last) {
   const PagedAttentionPlan& plan = combine.plan;
   for (int64_t task = first; task < last; ++task) {
     const int64_t end = plan.first_grain(task + 1);
-    for_each_work_tile(plan, end - 1, end, [&](const WorkTile& tile) {
+    for_each_query_tile(plan, end - 1, end, [&](const QueryTile& tile) {
       combine_tile(plan, task, tile.first_grain, tile.first_grain + tile.num_grains, tile.rows());
     });
   }

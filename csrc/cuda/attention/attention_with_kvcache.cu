@@ -15,7 +15,7 @@ namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks = 1024;
+constexpr int64_t kMaxBlocks = 1024;
 
 __global__ void __launch_bounds__(kThreads) kvcache_indices_kernel(KvcacheIndicesParams p) {
   launch_dependents();
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) kvcache_indices_kernel(KvcacheIndice
 }  // namespace
 
 void launch(const KvcacheIndicesParams& p, Stream stream) {
-  const int64_t blocks = std::min(ceil_div(p.count(), kThreads), kMostBlocks);
+  const int64_t blocks = std::min(ceil_div(p.count(), kThreads), kMaxBlocks);
   launch_kernel("attention_with_kvcache", kvcache_indices_kernel,
                 dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, p);
 }

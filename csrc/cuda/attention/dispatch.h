@@ -1,5 +1,5 @@
-// Which attention kernel runs, and why: the one decision of paged_attention, varlen_attention,
-// fused_decode_attention, paged_attention_v1 and _v2. Host code without CUDA: it follows no pointer
+// Which attention kernel runs, and why: the one decision of every op that launches attention (list:
+// launchers.h), and of fused_decode_attention. Host code without CUDA: it follows no pointer
 // and looks at alignments only.
 #pragma once
 #include <string>

@@ -14,7 +14,7 @@ namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks = 1024;
+constexpr int64_t kMaxBlocks = 1024;
 
 __global__ void __launch_bounds__(kThreads) page_list_kernel(PageListParams p) {
   launch_dependents();
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) page_list_kernel(PageListParams p) {
 }  // namespace
 
 void launch(const PageListParams& p, Stream stream) {
-  const int64_t blocks = std::min(ceil_div(p.count(), kThreads), kMostBlocks);
+  const int64_t blocks = std::min(ceil_div(p.count(), kThreads), kMaxBlocks);
   launch_kernel("paged_attention", page_list_kernel, dim3(static_cast<unsigned>(blocks)),
                 dim3(kThreads), 0, stream, p);
 }

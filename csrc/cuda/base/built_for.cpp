@@ -1,3 +1,4 @@
+// The list of architectures that the build names. CMake defines the macro for this file alone.
 #include "cuda/base/built_for.h"
 
 namespace vllm_kernels::cuda {

@@ -330,13 +330,5 @@ __device__ __forceinline__ void copy8_async(uint32_t to, const void* from, int b
 __device__ __forceinline__ void wait_all_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// Waits until at most `newer` cp.async groups are in flight.
-template <int newer>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(newer) : "memory");
-}
 
 }  // namespace vllm_kernels::cuda

@@ -19,7 +19,7 @@ namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int64_t kMostIndexBlocks = 1024;
+constexpr int64_t kMaxIndexBlocks = 1024;
 
 struct AppendWrite : CacheWrite {
   FastDivisor by_new_tokens;
@@ -118,12 +118,12 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 bool may_append(const ReshapeAndCacheParams& p) {
-  if (p.num_tokens < 1 || p.num_tokens > kMostAppended) return false;
+  if (p.num_tokens < 1 || p.num_tokens > kMaxAppended) return false;
   return p.kv.layout == KvLayout::kVllm ? pages_aligned(p) : rows_aligned(p);
 }
 
 void launch(const KvcacheAppendParams& p, Stream stream) {
-  const int64_t index_blocks = std::min(ceil_div(p.indices.count(), kThreads), kMostIndexBlocks);
+  const int64_t index_blocks = std::min(ceil_div(p.indices.count(), kThreads), kMaxIndexBlocks);
   const dim3 grid(static_cast<unsigned>(p.write.num_tokens + index_blocks));
   dispatch_float(p.write.dtype, [&](auto model) {
     using T = decltype(model);

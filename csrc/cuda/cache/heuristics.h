@@ -29,7 +29,7 @@ constexpr int kShortRowChunks = 16, kLongRowChunks = 128;
 
 // attention_with_kvcache: up to this many new tokens a call, one launch writes them and computes
 // the indices. Each CTA compares its slot with those of all later tokens. (No row.)
-constexpr int64_t kMostAppended = 1024;
+constexpr int64_t kMaxAppended = 1024;
 
 // reshape_and_cache_per_token_quant: up to this many tokens a CTA is one warp. (No row.)
 constexpr int kFewQuantTokens = 64;

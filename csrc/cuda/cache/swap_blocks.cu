@@ -1,6 +1,6 @@
 // swap_blocks: copies pages between two tensors, each on the GPU or on the host, with
 // cudaMemcpyAsync or one cudaMemcpyBatchAsync. swap_blocks_batch: the same between addresses. There
-// is no kernel. copy_blocks.cu copies within a cache.
+// is no kernel, and so no early read. copy_blocks.cu copies within a cache.
 #include <vector>
 
 #include "cuda/base/launch.cuh"

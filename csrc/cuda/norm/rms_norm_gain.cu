@@ -1,4 +1,4 @@
-// rms_norm without a weight, and with Gemma's gain 1 + weight (ops/rms_norm_gain.h): out [rows,
+// rms_norm without a weight, and with Gemma's gain 1 + weight (ops/rms_norm.h): out [rows,
 // hidden_size]. rms_norm_epilogue.cuh has the kernel, its grid and its early reads. The epilogue
 // here stores the normalized row unchanged.
 #include "ops/rms_norm.h"

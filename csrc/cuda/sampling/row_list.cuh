@@ -120,9 +120,9 @@ __device__ __forceinline__ ListPlace place_in_list(List& list, int size) {
 // hundreds of the 2048 bins of the upper 11 bits.
 constexpr int kLogitBits = 22;
 __device__ __forceinline__ uint32_t logit_steps(uint32_t ordered, float max) {
-  constexpr float kMost = (1 << kLogitBits) - 1, kStepsPerUnit = (1 << kLogitBits) / 28.0f;
+  constexpr float kMax = (1 << kLogitBits) - 1, kStepsPerUnit = (1 << kLogitBits) / 28.0f;
   const float below = (max - from_ordered_bits(ordered)) * kStepsPerUnit;
-  return static_cast<uint32_t>(kMost) - static_cast<uint32_t>(fminf(below, kMost));
+  return static_cast<uint32_t>(kMax) - static_cast<uint32_t>(fminf(below, kMax));
 }
 
 // The ordered bits of the logits whose upper 11 bits of steps are `bin`, and some more. Comparing

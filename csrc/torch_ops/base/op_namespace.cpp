@@ -1,3 +1,4 @@
+// The op namespace. CMake defines it for this file alone: Hugging Face's `kernels` needs another.
 #include "torch_ops/base/op_namespace.h"
 
 namespace vllm_kernels {

@@ -1,6 +1,5 @@
 // Bindings of all RMS norms, [..., hidden_size]: plain, without weight, Gemma's (weight + 1), and
-// with 8-bit results. ops/rms_norm.h, ops/rms_norm_gain.h, ops/rms_norm_quant.h and ops/quant.h
-// have the formulas.
+// with 8-bit results. ops/rms_norm.h, ops/rms_norm_quant.h and ops/quant.h have the formulas.
 #include "ops/rms_norm.h"
 
 #include "ops/rms_norm_quant.h"

@@ -19,7 +19,9 @@ struct uint4 {
   alignas(16) uint32_t x;
   uint32_t y, z, w;
 };
-thread_local struct { unsigned x; } threadIdx, blockIdx, gridDim;
+thread_local struct {
+  unsigned x;
+} threadIdx, blockIdx, gridDim;
 std::barrier<> all_lanes(32);
 bool votes[32];
 
@@ -31,8 +33,12 @@ int sum_of_votes(bool vote) {
   all_lanes.arrive_and_wait();
   return sum;
 }
-bool __all_sync(uint32_t, bool vote) { return sum_of_votes(vote) == 32; }
-bool __any_sync(uint32_t, bool vote) { return sum_of_votes(vote) > 0; }
+bool __all_sync(uint32_t, bool vote) {
+  return sum_of_votes(vote) == 32;
+}
+bool __any_sync(uint32_t, bool vote) {
+  return sum_of_votes(vote) > 0;
+}
 
 }  // namespace
 

@@ -1,6 +1,6 @@
 // Thresholds of the attention kernels. Each has its unit, and the measured row that supports it
-// with the page of docs/lab. Rows are from one H200, and docs/lab/README.md explains their names.
-// "No row" means that no measurement of the value was kept.
+// with the page of docs/lab. Rows are from an H200 unless they say H100. docs/lab/README.md
+// explains their names. "No row" means that no measurement of the value was kept.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -35,7 +35,7 @@ constexpr int kMinStages = 3, kMinStagesOfTwoCtas = 2;
 // than they balance. (decode/floor.md, b8_c8k with fixed splits: 67.7 us with 1024 tokens, 75.5
 // with 512.)
 constexpr int kMinSplitTokens = 1024;
-// Max length of a split, as a fraction of one CTA's even share of the work. Decode, more query
+// Max length of a split, as a fraction of one SM's even share of the work. Decode, more query
 // tiles than CTAs. (0.25: decode/tile_scheduling.md, a ragged batch 449 us, 470 with finer splits.
 // 0.5: decode/verification.md, c_b32_n8_fp8: 111 to 87 us.)
 constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;

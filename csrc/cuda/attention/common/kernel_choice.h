@@ -18,7 +18,7 @@ enum class KvForm { kPackedPages, kPackedBoxes, kSwizzledRows, kPlainRows };
 enum class AttentionKernel {
   kSimt,         // simt/: no tensor cores
   kDecode,       // decode/decode_kernel.cuh: mma.sync, few query rows, sequences split over CTAs
-  kDecodeWgmma,  // decode/decode_wgmma_kernel.cuh: the same on Hopper, 9 to 64 rows
+  kDecodeWgmma,  // decode/decode_wgmma_kernel.cuh: Hopper, m_blocks of up to 64 rows
   kPrefillSm90,  // prefill/sm90/: wgmma and TMA, many query rows
   kPrefillSm80,  // prefill/sm80/: mma.sync and cp.async, many query rows
 };

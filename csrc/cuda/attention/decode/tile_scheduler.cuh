@@ -10,7 +10,7 @@
 // If there is at most one query tile per CTA, they are split into about one work tile per CTA. With
 // more query tiles, equal shares gain nothing: memory bandwidth is the limit, and a CTA's share of
 // it grows when others are done. Then only long query tiles are split. A split is at most a quarter
-// of a CTA's share, or half of it with wgmma. Work tiles of long sequences come first, so that the
+// of an SM's share, or half of it with wgmma. Work tiles of long sequences come first, so that the
 // last ones are short. Very short ones are mixed with longer ones: a tail of only short ones would
 // leave memory idle.
 //

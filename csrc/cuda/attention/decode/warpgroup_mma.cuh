@@ -116,8 +116,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       }
       if constexpr (!kCacheIs16Bit) {
         float largest = 0.0f;
-        const auto each = [&](uint4& pack, const auto& action) {
-          uint32_t* words = &pack.x;
+        const auto each = [&](uint4& eight, const auto& action) {
+          uint32_t* words = &eight.x;
 #pragma unroll
           for (int w = 0; w < 4; ++w) action(words[w]);
         };
@@ -368,8 +368,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
                                               const PairScales& of_tokens, float (&sums)[kUsed][2],
                                               uint32_t to_probs, int lane) const {
     constexpr uint32_t kChunk = kUsed * 128;
-    uint32_t most = 0;
-    float most_weight = 0.0f;
+    uint32_t max_bits = 0;
+    float max_weight = 0.0f;
 #pragma unroll
     for (int t = 0; t < kUsed; t += 2) {
       uint32_t packed[2][2];
@@ -384,7 +384,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         sums[t + u][0] = weight[0] + weight[2];
         sums[t + u][1] = weight[1] + weight[3];
         if constexpr (kScaled) {
-          most_weight = fmaxf(most_weight, fmaxf(sums[t + u][0], sums[t + u][1]));
+          max_weight = fmaxf(max_weight, fmaxf(sums[t + u][0], sums[t + u][1]));
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             weight[j] *= of_tokens.value[j >> 1];
@@ -397,7 +397,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         order_probs(packed[u][0], packed[u][1], lane);
         // Only scales may be negative.
         constexpr uint32_t kMagnitude = kScaled ? 0x7fff7fff : 0xffffffff;
-        most = larger(most, larger(packed[u][0] & kMagnitude, packed[u][1] & kMagnitude));
+        max_bits = larger(max_bits, larger(packed[u][0] & kMagnitude, packed[u][1] & kMagnitude));
       }
       // stmatrix: (rows 8t .., slots 0-7) (8t + 8 .., 0-7) (8t .., 8-15) (8t + 8 .., 8-15).
       const uint32_t to = to_probs + (2 * warp_in_consumer + (lane >> 4)) * kChunk +
@@ -408,9 +408,9 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     // p >= 0, so bits compare like values.
     constexpr uint32_t kLimit = std::is_same_v<Element, __half> ? 0x5c00 : 0x4380;
     static_assert(kRescaleThreshold == 8.0f);  // kLimit is 2^8 in Element
-    const bool exceeds = max(most & 0xffff, most >> 16) > kLimit;
+    const bool exceeds = max(max_bits & 0xffff, max_bits >> 16) > kLimit;
     // Where a value scale is tiny or 0, its product does not show how large the weight is.
-    return kScaled ? exceeds || most_weight > kMaxScaledWeight : exceeds;
+    return kScaled ? exceeds || max_weight > kMaxScaledWeight : exceeds;
   }
 
   // This lane's fragments of a stage's K; zeros past the head size.

@@ -378,7 +378,7 @@ PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shap
     const bool contiguous = p.key_start_loc != nullptr;  // a single block: its stride is unused
     const int tokens = contiguous ? Config::kTokens : kPrefillBoxTokens;
     // Rows that begin within a sector of 32 bytes: fetching more of them costs time.
-    // (prefill/head_sizes.md, d72_8x1k NHD: 152.7 us with 256 bytes, 136.4 us without.)
+    // (prefill/any_shape.md, d72_8x1k NHD: 152.7 us with 256 bytes, 136.4 us without.)
     const auto promotion = kv.head_size % 16 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
                                                   : CU_TENSOR_MAP_L2_PROMOTION_NONE;
     const auto value_map = [&](int tokens) {
