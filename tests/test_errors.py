@@ -226,6 +226,15 @@ def test_other_errors_stay_as_they_are():
     assert _refusals.refused("rms_norm", error, {}) is error
 
 
+def test_what_the_gpu_refuses_is_no_bad_argument():
+    for text, kind in (
+        ("vllm_kernels: built for sm_90a, this GPU is sm_89: build with", vk.Unsupported),
+        ("rms_norm: kernel launch refused: invalid configuration argument", vk.Error),
+    ):
+        error = _refusals.refused("rms_norm", RuntimeError(text), {"input": QUERY})
+        assert type(error) is kind and str(error) == text
+
+
 def test_a_cache_that_does_not_fit_says_how_much():
     shape = KVShape(1, 64, 256, torch.float32)
     with pytest.raises(MemoryError, match=r"KVCache: .* blocks: need [\d,]+ bytes on cpu, free"):

@@ -60,6 +60,10 @@ def refused(
         return torch.OutOfMemoryError(f"{op}: {text}") if _NO_MEMORY.match(text) else error
     if type(error) is not RuntimeError:
         return error
+    if text.startswith("vllm_kernels: built for "):
+        return Unsupported(text)
+    if ": kernel launch refused: " in text:
+        return Error(text)
     too_long = _too_many_query_tokens(op, text, given)
     if too_long is not None:
         return too_long
