@@ -79,6 +79,18 @@ KINDS = {
         lambda: varlen(window=(4,), causal=False),
         "varlen_attention: window: expected (left, right), got (4,)",
     ),
+    "short window of a causal call": (
+        lambda: varlen(window=(4,)),
+        "varlen_attention: window: expected (left, right), got (4,)",
+    ),
+    "long window": (
+        lambda: varlen(window=(1, 2, 3), causal=False),
+        "varlen_attention: window: expected (left, right), got (1, 2, 3)",
+    ),
+    "long window of a causal call": (
+        lambda: varlen(window=(1, 2, 3)),
+        "varlen_attention: window: expected (left, right), got (1, 2, 3)",
+    ),
     "by position": (
         lambda: vk.rms_norm(QUERY, QUERY, [1], 1e-6),
         "rms_norm: weight: expected a tensor, got list",
