@@ -73,6 +73,17 @@ def refused(
     return (InvalidIndex if _INDEX.match(text) else InvalidArgument)(text)
 
 
+def renamed(error: Error, function: str, words: Mapping[str, str]) -> Error:
+    """An error of what ``function`` calls, under its name and those of its own arguments.
+
+    Args:
+        words: what it calls its arguments, by the names in the error. "query tokens" stays.
+    """
+    text = str(error).partition(": ")[2]
+    text = re.sub(r"\w+\b(?! tokens)", lambda word: words.get(word[0], word[0]), text)
+    return type(error)(f"{function}: {text}")
+
+
 def _wrong_kind(op: str, given: Mapping[str, object], scales_of: str) -> InvalidType | None:
     """The first argument whose Python type the schema does not take."""
     arguments = getattr(library_ops, op).default._schema.arguments
