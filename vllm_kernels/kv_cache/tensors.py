@@ -559,6 +559,9 @@ def free_memory(device: torch.device) -> int:
     """Bytes that a new tensor on ``device`` may take: free memory, and memory that torch has
     reserved but does not use.
 
+    Args:
+        device: a CPU or a CUDA device.
+
     Example:
         >>> from vllm_kernels.kv_cache.tensors import free_memory
         >>> free_memory(torch.device("cpu")) > 0

@@ -35,8 +35,10 @@ def cascade_pays(num_seqs: int, num_common: int, token_bytes: int, device: torch
     costs more launches.
 
     Args:
+        num_seqs: sequences of the batch.
         num_common: tokens that all of them share.
         token_bytes: K and V of a token in one layer.
+        device: of the cache.
 
     Returns:
         Whether it saves at least 300 MB on a GPU, 2 MB on a CPU.
@@ -98,6 +100,7 @@ def cascade_plan(
         num_common_blocks: a number, or an int32 tensor of one element on the device. With a tensor,
             one CUDA graph serves any number, including 0.
         block_size: tokens of a block.
+        num_heads, num_kv_heads: of the query and of the cache, on this rank.
         num_tokens: query tokens, required with query_start_loc; num_seqs by default.
 
     Returns:
@@ -262,6 +265,10 @@ def cascade_attention(
             :func:`cascade_plan`. Or the plan that it made of the same tables, lengths and starts,
             which several layers can share.
         The others: as for :func:`paged_attention`. ALiBi and windows are not supported.
+
+    Warning:
+        On CUDA a call may never end if lengths, starts or the plan change while it runs, or if
+        another call uses the stream's workspace at the same time.
 
     Returns:
         out, or (out, lse), as :func:`paged_attention` does.
