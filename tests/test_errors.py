@@ -19,6 +19,7 @@ TABLE = torch.zeros(2, 1, dtype=torch.int32)
 LENS = torch.tensor([3, 4], dtype=torch.int32)
 STARTS = torch.tensor([0, 2], dtype=torch.int32)
 WEIGHT = torch.ones(64)
+SHAPE = KVShape(1, 1, 64, torch.float32)
 
 
 def attend(table: object = TABLE, query: object = QUERY, **options: object) -> object:
@@ -43,8 +44,22 @@ def sparq(query: object = QUERY, **options: object) -> object:
     )
 
 
-def cascade(query: object = QUERY, table: object = TABLE, common: object = 1) -> object:
-    return vk.cascade_attention(query, PAGES, PAGES, table, LENS, common, layout="NHD")
+def cascade(
+    query: object = QUERY,
+    table: object = TABLE,
+    common: object = 1,
+    values: object = PAGES,
+    lens: object = LENS,
+    **options: object,
+) -> object:
+    return vk.cascade_attention(
+        query, PAGES, values, table, lens, common, **{"layout": "NHD", **options}
+    )
+
+
+def plan(table: object = TABLE, lens: object = LENS, **options: object) -> object:
+    sizes = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2}
+    return vk.cascade_plan(table, lens, 1, **sizes, **options)
 
 
 KINDS = {
@@ -79,6 +94,18 @@ KINDS = {
         lambda: varlen(window=(4,), causal=False),
         "varlen_attention: window: expected (left, right), got (4,)",
     ),
+    "short window of a causal call": (
+        lambda: varlen(window=(4,)),
+        "varlen_attention: window: expected (left, right), got (4,)",
+    ),
+    "long window": (
+        lambda: varlen(window=(1, 2, 3), causal=False),
+        "varlen_attention: window: expected (left, right), got (1, 2, 3)",
+    ),
+    "long window of a causal call": (
+        lambda: varlen(window=(1, 2, 3)),
+        "varlen_attention: window: expected (left, right), got (1, 2, 3)",
+    ),
     "by position": (
         lambda: vk.rms_norm(QUERY, QUERY, [1], 1e-6),
         "rms_norm: weight: expected a tensor, got list",
@@ -109,6 +136,48 @@ KINDS = {
     ),
     "cascade": (lambda: cascade(table=[[1]]), "block_tables: expected a tensor, got list"),
     "cascade query": (lambda: cascade(query=None), "query: expected a tensor, got None"),
+    "cascade values": (
+        lambda: cascade(values=[1]),
+        "cascade_attention: value_cache: expected a tensor, got list",
+    ),
+    "cascade lengths": (
+        lambda: cascade(lens=[3, 4]),
+        "cascade_attention: seq_lens: expected a tensor, got list",
+    ),
+    "cascade starts": (
+        lambda: cascade(query_start_loc=[0, 2]),
+        "cascade_attention: query_start_loc: expected a tensor, got list",
+    ),
+    "plan": (lambda: plan([[0]]), "cascade_plan: block_tables: expected a tensor, got list"),
+    "plan lengths": (
+        lambda: plan(lens=[3, 4]),
+        "cascade_plan: seq_lens: expected a tensor, got list",
+    ),
+    "plan starts": (
+        lambda: plan(query_start_loc=[0]),
+        "cascade_plan: query_start_loc: expected a tensor, got list",
+    ),
+    "fp8": (
+        lambda: vk.scaled_fp8_quant([1]),
+        "scaled_fp8_quant: input: expected a tensor, got list",
+    ),
+    "int8": (
+        lambda: vk.scaled_int8_quant([1]),
+        "scaled_int8_quant: input: expected a tensor, got list",
+    ),
+    "layers": (
+        lambda: KVShape("1", 1, 64, torch.float32),
+        "KVShape: num_layers: expected an int, got '1'",
+    ),
+    "head size": (
+        lambda: KVShape(1, 1, "64", torch.float32),
+        "KVShape: head_size: expected an int, got '64'",
+    ),
+    "blocks": (lambda: KVCache(SHAPE, "4"), "KVCache: num_blocks: expected an int, got '4'"),
+    "bytes": (
+        lambda: KVCache.from_bytes(SHAPE, "10"),
+        "KVCache: num_bytes: expected an int, got '10'",
+    ),
     "no count": (lambda: cascade(common=1.5), "num_common_blocks: expected an int, a tensor or a"),
     "dtype": (
         lambda: KVShape(1, 1, 64, "float32"),
@@ -133,6 +202,20 @@ def test_wrong_kind(call: Callable[[], object], text: str):
         call()
     assert text in str(raised.value) and len(str(raised.value)) < 120
     assert isinstance(raised.value, TypeError) and isinstance(raised.value, RuntimeError)
+
+
+def test_errors_of_a_cascade_have_its_name():
+    for options, message in (
+        ({"table": TABLE.long()}, "block_tables: expected int32, got int64"),
+        ({"table": TABLE.long(), "common": 0}, "block_tables: expected int32, got int64"),
+        ({"layout": "nhd"}, 'layout: expected "vllm", "NHD" or "HND", got "nhd"'),
+        ({"query": QUERY[0]}, "query: expected shape "),
+        ({"out": QUERY.half()}, "out: expected float32"),
+    ):
+        with pytest.raises(vk.InvalidArgument, match=f"^cascade_attention: {message}"):
+            cascade(**options)
+    with pytest.raises(vk.InvalidArgument, match=r"^cascade_plan: block_tables: expected shape "):
+        plan(TABLE[0])
 
 
 def test_wrong_value():
@@ -224,6 +307,15 @@ def test_other_errors_stay_as_they_are():
     assert _refusals.refused("rms_norm", error, {}) is error
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     assert _refusals.refused("rms_norm", error, {}) is error
+
+
+def test_what_the_gpu_refuses_is_no_bad_argument():
+    for text, kind in (
+        ("vllm_kernels: built for sm_90a, this GPU is sm_89: build with", vk.Unsupported),
+        ("rms_norm: kernel launch refused: invalid configuration argument", vk.Error),
+    ):
+        error = _refusals.refused("rms_norm", RuntimeError(text), {"input": QUERY})
+        assert type(error) is kind and str(error) == text
 
 
 def test_a_cache_that_does_not_fit_says_how_much():

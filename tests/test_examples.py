@@ -33,7 +33,7 @@ PRINTED = {
     "hf_generate": r"[1-9]\d* blocks shared by beams\n('.+'\n){2}the tokens of transformers: True",
     "openai_server": (
         r"'(.+)'\n'\1' \[DONE\]\n"
-        r"400 ValueError: SamplingParams: max_tokens: expected at least 1, got -1"
+        r"400 InvalidArgument: SamplingParams: max_tokens: expected at least 1, got -1"
     ),
     "own_engine": (
         r"('.+'\n){4}[1-9]\d* prompt tokens cached, [1-9]\d* preemptions\n"

@@ -16,6 +16,7 @@ from test_engine import replayed
 from tiny_models import VOCABULARY, tiny_model
 from transformers import MinPLogitsWarper, NoRepeatNGramLogitsProcessor, PreTrainedModel
 
+import vllm_kernels
 from vllm_kernels import reference
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.model_runner import ModelRunner
@@ -265,6 +266,19 @@ def test_tokens_outside_the_vocabulary(params: dict[str, object], message: str) 
             engine.add_request([1], SamplingParams(**params))
         assert str(error.value) == message
         assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"n": 0}, vllm_kernels.InvalidArgument, "n: expected at least 1, got 0"),
+        ({"temperature": "a"}, vllm_kernels.InvalidType, "temperature: expected a number, got 'a'"),
+        ({"stop": 3}, vllm_kernels.InvalidType, "stop: expected a list of strings, got 3"),
+    ],
+)
+def test_wrong_parameters(params: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=rf"^SamplingParams: {message}$"):
+        SamplingParams(**params)
 
 
 # --- hooks

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from vllm_kernels.engine.op_counter import OpCounter
+from vllm_kernels.errors import InvalidArgument
 from vllm_kernels.integrations.transformers import (
     NAME,
     Engine,
@@ -458,6 +459,14 @@ def test_dtypes_and_block_sizes_are_refused() -> None:
         generate_ours(model.to(torch.bfloat16), left_padded((5,)), cache, **GREEDY)
     with pytest.raises(NotImplementedError, match="dtype: expected float32"):
         PagedCache(model.to(torch.float64), 16)
+
+
+def test_errors_of_a_cache_have_its_name() -> None:
+    model = tiny_model()
+    with pytest.raises(InvalidArgument, match=r"^PagedCache: num_blocks: expected 1 to .* got 0$"):
+        PagedCache(model, 0, 64)
+    with pytest.raises(InvalidArgument, match=r"^PagedCache: layout: .* got 'nhd'$"):
+        PagedCache(model, 16, layout="nhd")
 
 
 def test_training_and_bidirectional_attention_are_refused() -> None:

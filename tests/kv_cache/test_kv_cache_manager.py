@@ -107,7 +107,8 @@ def test_what_are_no_buffers_is_refused() -> None:
         (torch.zeros(3, 2), "Tensor"), (None, "NoneType"), ([None], "list of NoneType")
     ):  # fmt: skip
         for call in (manager.step, manager.build):
-            with pytest.raises(kv_cache.InvalidArgument, match=f"{message} {got}$"):
+            text = f"^{call.__name__}: {message} {got}$"
+            with pytest.raises(kv_cache.InvalidArgument, match=text):
                 call([1], 1, buffers)
     assert manager.num_tokens(1) == 3
     for name, size in (("max_sequences", 0), ("max_blocks", -1), ("max_tokens", 1.5)):
@@ -239,7 +240,7 @@ def test_pairs_are_copy_blocks_block_mapping() -> None:
     [(0, 16), (-1, 16), (16, 0), (16, -1), (2**31 - 1, 16), (16, 2**60), (2**63 - 1, 2**63 - 1)],
 )
 def test_impossible_sizes_are_refused(num_blocks: int, block_size: int) -> None:
-    with pytest.raises(kv_cache.InvalidArgument, match=r"expected .* got"):
+    with pytest.raises(kv_cache.InvalidArgument, match=r"^KVCacheManager: .*expected .* got"):
         KVCacheManager(num_blocks, block_size)
 
 

@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from ..errors import Error, InvalidArgument
 from ..ops import paged_attention, varlen_attention
 from ..ops._common import inference_only
+from ..ops._refusals import renamed
 from ._cache import NewTokens, append, lengths_of, new_tokens, pages_of, rotated
 from ._checks import (
     check_alike,
@@ -26,7 +27,6 @@ from ._checks import (
     check_rows,
     check_shapes,
     check_tensors,
-    renamed,
     sequences,
     size_step,
     wrong,

@@ -3,14 +3,12 @@ of its argument. Texts are made only where they are raised."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..errors import Error, InvalidArgument, InvalidIndex, Unsupported
+from ..errors import InvalidArgument, InvalidIndex, Unsupported
 from ..ops._common import check_tensors as check_tensors
 
 if TYPE_CHECKING:
@@ -23,17 +21,6 @@ def refuse(function: str, **unsupported: object) -> None:
         if value is not None and not (isinstance(value, (int, float)) and not value):
             got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
             raise Unsupported(f"{function}: {name}: not supported, got {got}")
-
-
-def renamed(error: Error, function: str, words: Mapping[str, str]) -> Error:
-    """An error of what ``function`` calls, under its name and those of its own arguments.
-
-    Args:
-        words: what it calls its arguments, by the names in the error. "query tokens" stays.
-    """
-    text = str(error).partition(": ")[2]
-    text = re.sub(r"\w+\b(?! tokens)", lambda word: words.get(word[0], word[0]), text)
-    return type(error)(f"{function}: {text}")
 
 
 def wrong(function: str, name: str, want: str, got: Tensor) -> InvalidArgument:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._checks import check_tensors
+
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
 
@@ -13,11 +15,13 @@ def index_first_axis(rows: Tensor, indices: Tensor) -> Tensor:
 
     Raises:
         IndexError: for an index outside of rows.
+        InvalidType: for what is no tensor.
 
     Example:
         >>> index_first_axis(torch.tensor([5, 6, 7]), torch.tensor([2, 0]))
         tensor([7, 5])
     """
+    check_tensors("index_first_axis", rows=rows, indices=indices)
     return rows[indices]
 
 
@@ -26,11 +30,13 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
     Raises:
         IndexError: for an index outside of the result.
+        InvalidType: for what is no tensor.
 
     Example:
         >>> index_put_first_axis(torch.tensor([7, 5]), torch.tensor([2, 0]), 3)
         tensor([5, 0, 7])
     """
+    check_tensors("index_put_first_axis", values=values, indices=indices)
     out = values.new_zeros(first_axis_dim, *values.shape[1:])
     out[indices] = values
     return out
@@ -46,6 +52,7 @@ def unpad_input(
 
     Raises:
         RuntimeError: for masks of another shape than above.
+        InvalidType: for what is no tensor.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -53,6 +60,10 @@ def unpad_input(
         >>> tokens, starts, longest
         (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32), 2)
     """
+    masks = {"attention_mask": attention_mask}
+    if unused_mask is not None:
+        masks["unused_mask"] = unused_mask
+    check_tensors("unpad_input", hidden_states=hidden_states, **masks)
     all_masks = attention_mask if unused_mask is None else attention_mask + unused_mask
     lens = all_masks.sum(dim=-1, dtype=torch.int32)
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -67,12 +78,14 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     Raises:
         IndexError: for an index outside of the result.
+        InvalidType: for what is no tensor.
 
     Example:
         >>> pad_input(torch.tensor([7, 8, 9]), torch.tensor([0, 1, 3]), 2, 3)
         tensor([[7, 8, 0],
                 [9, 0, 0]])
     """
+    check_tensors("pad_input", hidden_states=hidden_states, indices=indices)
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(
         0, (batch, seqlen)
     )

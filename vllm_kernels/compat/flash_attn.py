@@ -27,8 +27,9 @@ import sys
 from torch import Tensor
 
 from ..errors import Error, InvalidArgument
+from ..ops._refusals import renamed
 from . import _attention, _direct, bert_padding
-from ._checks import check_tensors, refuse, renamed
+from ._checks import check_tensors, refuse
 from ._options import Options
 
 __all__ = [

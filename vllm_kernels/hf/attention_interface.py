@@ -165,6 +165,9 @@ def refuse_no_model(what: str, model: object) -> None:
 def use_paged_attention(model: PreTrainedModel) -> None:
     """Makes ``model`` attend through a cache of blocks; :func:`stop_paged_attention` undoes it.
 
+    Args:
+        model: a causal model of transformers, changed in place.
+
     Raises:
         NotImplementedError: a model whose attention is its own and not known here.
         TypeError: it is no model.
@@ -195,6 +198,9 @@ def use_paged_attention(model: PreTrainedModel) -> None:
 
 def stop_paged_attention(model: PreTrainedModel) -> None:
     """Gives ``model`` the attention back that it had before :func:`use_paged_attention`.
+
+    Args:
+        model: changed in place; one that was not given to use_paged_attention stays as it is.
 
     Raises:
         TypeError: it is no model.

@@ -31,6 +31,9 @@ def patched_layers(model: PreTrainedModel) -> Iterator[None]:
     Norms and MLPs are patched on this model alone. transformers holds the rotary embedding as one
     function for all models of a class, so that one is replaced for all of them while it is open.
 
+    Args:
+        model: of a type in FAMILIES, not patched already.
+
     Raises:
         NotImplementedError: a model type that is not in FAMILIES, or an activation but SiLU.
 

@@ -7,8 +7,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from .._types import CacheDType, Layout
-from ..errors import InvalidArgument
+from ..errors import Error, InvalidArgument
 from ..kv_cache import Statistics
+from ..ops._refusals import renamed
 from .attention_interface import PagedLayer, kv_shape, refuse_no_model
 from .paged_batch import PagedBatch
 
@@ -65,8 +66,11 @@ class PagedCache(Cache):
         cache_dtype: CacheDType = "auto",
     ) -> None:
         refuse_no_model("PagedCache", model)
-        shape = kv_shape(model, block_size, layout, cache_dtype)
-        self._batch = PagedBatch(shape, num_blocks, model.device)
+        try:
+            shape = kv_shape(model, block_size, layout, cache_dtype)
+            self._batch = PagedBatch(shape, num_blocks, model.device)
+        except Error as error:
+            raise renamed(error, "PagedCache", {}) from None
         config = model.config.get_text_config(decoder=True)
         layers = range(shape.num_layers)
         super().__init__(layers=[PagedLayer(self._batch, config, index) for index in layers])

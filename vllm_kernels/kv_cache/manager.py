@@ -42,15 +42,15 @@ class MultimodalItem(NamedTuple):
     """A hash of its contents."""
 
 
-def _natives(buffers: BatchBuffers | Sequence[BatchBuffers]) -> list[_C.BatchBuffers]:
+def _natives(method: str, buffers: BatchBuffers | Sequence[BatchBuffers]) -> list[_C.BatchBuffers]:
     if isinstance(buffers, BatchBuffers):
         return [buffers._native]
     try:
         return [group._native for group in buffers]
     except (AttributeError, TypeError):
         raise InvalidArgument(
-            "buffers: expected BatchBuffers, or a list of them, one a group of layers, got "
-            f"{_kinds(buffers)}"
+            f"{method}: buffers: expected BatchBuffers, or a list of them, one a group of layers, "
+            f"got {_kinds(buffers)}"
         ) from None
 
 
@@ -210,6 +210,9 @@ class KVCacheManager:
         except TypeError:
             _refuse_kinds(windows, **integers)
             raise
+        except InvalidArgument as error:  # of the pool, under its own name
+            text = str(error).replace("BlockPool", "KVCacheManager", 1)
+            raise InvalidArgument(text) from None
         if null_block is False and self._native.has_null_block:
             raise InvalidArgument(
                 "KVCacheManager: null_block: expected None or True with a window, got False"
@@ -540,7 +543,7 @@ class KVCacheManager:
             InvalidArgument: more query tokens than a sequence has, or a batch that the buffers have
                 no room for.
         """
-        return self._native.build(sequence_ids, num_query_tokens, _natives(buffers))
+        return self._native.build(sequence_ids, num_query_tokens, _natives("build", buffers))
 
     def step(
         self,
@@ -559,7 +562,8 @@ class KVCacheManager:
         Raises:
             The errors of :meth:`append_batch` and of :meth:`build`.
         """
-        return self._native.step(sequence_ids, num_tokens, _natives(buffers), tokens, lookahead)
+        natives = _natives("step", buffers)
+        return self._native.step(sequence_ids, num_tokens, natives, tokens, lookahead)
 
     # Host blocks.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -26,6 +27,12 @@ _MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _VECTOR_BYTES = 16  # of layout "vllm": bytes of a key per load
 
 
+def check_ints(function: str, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Integral):
+            raise InvalidType(f"{function}: {name}: expected an int, got {value!r:.40}")
+
+
 @dataclass(frozen=True)
 class KVShape:
     """The shape of a block of the cache.
@@ -46,6 +53,7 @@ class KVShape:
     Raises:
         Unsupported: a shape that the kernels do not support; it names the argument.
         InvalidArgument: a wrong word or number.
+        InvalidType: a size that is no int, or a dtype that is none.
 
     Example:
         >>> from vllm_kernels.kv_cache.tensors import KVShape
@@ -70,6 +78,13 @@ class KVShape:
             if not holds:
                 raise kind(f"KVShape: {name}: expected {expected}, got {got}")
 
+        check_ints(
+            "KVShape",
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            block_size=self.block_size,
+        )
         for name in ("num_layers", "num_kv_heads"):
             number = getattr(self, name)
             check(number >= 1, name, "at least 1", number, InvalidArgument)

@@ -26,7 +26,7 @@ from ..errors import (
     OutOfMemory,
     Unsupported,
 )
-from .shape import CACHE_DTYPES, LAYOUTS, KVShape
+from .shape import CACHE_DTYPES, LAYOUTS, KVShape, check_ints
 
 __all__ = ["CACHE_DTYPES", "LAYOUTS", "KVCache", "KVShape", "Pairs", "free_memory"]
 
@@ -57,7 +57,8 @@ class KVCache:
             without shape.page_bounds. Every write keeps the bounds right.
 
     Raises:
-        ValueError: an argument that does not fit, by name.
+        InvalidArgument: an argument that does not fit, by name.
+        InvalidType: a number that is no int.
 
     Example:
         >>> from vllm_kernels.kv_cache.tensors import KVCache, KVShape
@@ -81,6 +82,7 @@ class KVCache:
         k_scale: Tensor | float = 1.0,
         v_scale: Tensor | float = 1.0,
     ) -> None:
+        check_ints("KVCache", num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         if num_blocks < 1:
             raise InvalidArgument(f"KVCache: num_blocks: expected at least 1, got {num_blocks}")
         if num_host_blocks < 0:
@@ -118,8 +120,10 @@ class KVCache:
         """As many blocks as fit into ``num_bytes`` (and ``host_bytes`` on the host).
 
         Raises:
-            ValueError: not even one block fits.
+            InvalidArgument: not even one block fits.
+            InvalidType: a number of bytes that is no int.
         """
+        check_ints("KVCache", num_bytes=num_bytes, host_bytes=host_bytes)
         if num_bytes < shape.block_bytes:
             raise InvalidArgument(
                 f"KVCache: a block takes {shape.block_bytes:,} bytes, got {num_bytes:,}"
@@ -554,6 +558,9 @@ def _mapping(pairs: Pairs) -> Tensor:
 def free_memory(device: torch.device) -> int:
     """Bytes that a new tensor on ``device`` may take: free memory, and memory that torch has
     reserved but does not use.
+
+    Args:
+        device: a CPU or a CUDA device.
 
     Example:
         >>> from vllm_kernels.kv_cache.tensors import free_memory

@@ -60,6 +60,10 @@ def refused(
         return torch.OutOfMemoryError(f"{op}: {text}") if _NO_MEMORY.match(text) else error
     if type(error) is not RuntimeError:
         return error
+    if text.startswith("vllm_kernels: built for "):
+        return Unsupported(text)
+    if ": kernel launch refused: " in text:
+        return Error(text)
     too_long = _too_many_query_tokens(op, text, given)
     if too_long is not None:
         return too_long
@@ -67,6 +71,17 @@ def refused(
     if text.endswith("got None") and "expected a tensor" in text:
         return InvalidType(text)
     return (InvalidIndex if _INDEX.match(text) else InvalidArgument)(text)
+
+
+def renamed(error: Error, function: str, words: Mapping[str, str]) -> Error:
+    """An error of what ``function`` calls, under its name and those of its own arguments.
+
+    Args:
+        words: what it calls its arguments, by the names in the error. "query tokens" stays.
+    """
+    text = str(error).partition(": ")[2]
+    text = re.sub(r"\w+\b(?! tokens)", lambda word: words.get(word[0], word[0]), text)
+    return type(error)(f"{function}: {text}")
 
 
 def _wrong_kind(op: str, given: Mapping[str, object], scales_of: str) -> InvalidType | None:

@@ -65,6 +65,10 @@ def attention_with_kvcache(
         cumulative: seq_lens is [num_seqs + 1], and its differences are the lengths.
         layout: of pages: "vllm", "NHD" or "HND".
 
+    Warning:
+        On CUDA a call may never end if seq_lens or query_start_loc change while it runs, or if
+        another call uses the stream's workspace at the same time.
+
     Returns:
         A new contiguous tensor like query.
 

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from .._types import Layout
-from ..errors import InvalidArgument, InvalidType
+from ..errors import Error, InvalidArgument, InvalidType
+from ._common import check_tensors, shape_of
+from ._refusals import renamed
 from .merge_attn_states import combine_attn_partials
 from .paged_attention import paged_attention
 
 __all__ = ["CascadePlan", "cascade_attention", "cascade_pays", "cascade_plan"]
 
+NAME = "cascade_attention"
 MIN_SPLIT_TOKENS = 512
 ROWS_OF_A_CTA = 128  # query rows of a KV head that a CTA of the CUDA kernel computes
 
@@ -32,8 +35,10 @@ def cascade_pays(num_seqs: int, num_common: int, token_bytes: int, device: torch
     costs more launches.
 
     Args:
+        num_seqs: sequences of the batch.
         num_common: tokens that all of them share.
         token_bytes: K and V of a token in one layer.
+        device: of the cache.
 
     Returns:
         Whether it saves at least 300 MB on a GPU, 2 MB on a CPU.
@@ -95,13 +100,15 @@ def cascade_plan(
         num_common_blocks: a number, or an int32 tensor of one element on the device. With a tensor,
             one CUDA graph serves any number, including 0.
         block_size: tokens of a block.
+        num_heads, num_kv_heads: of the query and of the cache, on this rank.
         num_tokens: query tokens, required with query_start_loc; num_seqs by default.
 
     Returns:
         The plan, a few tensors on block_tables' device.
 
     Raises:
-        ValueError: for block_tables without two dimensions.
+        InvalidArgument: for block_tables without two dimensions.
+        InvalidType: for what is no tensor.
 
     Example:
         >>> tables = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)  # block 0 is common
@@ -112,7 +119,12 @@ def cascade_plan(
         >>> plan.seq_lens.tolist()  # the common tokens, then the rest of each sequence
         [16, 4, 2]
     """
-    num_seqs, columns = block_tables.shape
+    check_tensors("cascade_plan", block_tables=block_tables, seq_lens=seq_lens)
+    if query_start_loc is not None:
+        check_tensors("cascade_plan", query_start_loc=query_start_loc)
+    num_seqs, columns = shape_of(
+        "cascade_plan", "block_tables", block_tables, "num_seqs", "max_blocks_per_seq"
+    )
     if num_tokens is None:
         num_tokens = num_seqs
     options: dict[str, Any] = {"dtype": torch.int32, "device": block_tables.device}
@@ -254,6 +266,10 @@ def cascade_attention(
             which several layers can share.
         The others: as for :func:`paged_attention`. ALiBi and windows are not supported.
 
+    Warning:
+        On CUDA a call may never end if lengths, starts or the plan change while it runs, or if
+        another call uses the stream's workspace at the same time.
+
     Returns:
         out, or (out, lse), as :func:`paged_attention` does.
 
@@ -278,12 +294,14 @@ def cascade_attention(
         "max_query_len": max_query_len,
         "sinks": sinks,
     }
-    if not isinstance(block_tables, Tensor) or not isinstance(query, Tensor):
-        name, value = "query", query
-        if isinstance(query, Tensor):
-            name, value = "block_tables", block_tables
-        kind = "None" if value is None else type(value).__name__
-        raise InvalidType(f"cascade_attention: {name}: expected a tensor, got {kind}")
+    check_tensors(
+        NAME,
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+    )
     if not isinstance(num_common_blocks, (Tensor, CascadePlan)):
         try:
             num_common_blocks = operator.index(num_common_blocks)
@@ -292,33 +310,38 @@ def cascade_attention(
                 "cascade_attention: num_common_blocks: expected an int, a tensor or a CascadePlan, "
                 f"got {num_common_blocks!r:.40}"
             ) from None
-    no_common = isinstance(num_common_blocks, int) and num_common_blocks == 0
-    if block_tables.shape[0] == 0 or no_common:
-        return paged_attention(
-            query, key_cache, value_cache, block_tables, seq_lens, out=out, return_lse=return_lse,
-            **own, **shared,
-        )  # fmt: skip
-    _refuse_other_plans(num_common_blocks, block_tables)
-    num_tokens, num_heads, _ = query.shape
-    if not isinstance(num_common_blocks, CascadePlan):
-        plan = cascade_plan(
-            block_tables,
-            seq_lens,
-            num_common_blocks,
-            block_size=value_cache.shape[1 if layout == "NHD" else 2 if layout == "HND" else 3],
-            num_heads=num_heads,
-            num_kv_heads=key_cache.shape[2 if layout == "NHD" else 1],
-            query_start_loc=query_start_loc,
-            num_tokens=num_tokens,
+    try:
+        no_common = isinstance(num_common_blocks, int) and num_common_blocks == 0
+        if block_tables.shape[0] == 0 or no_common:
+            return paged_attention(
+                query, key_cache, value_cache, block_tables, seq_lens, out=out,
+                return_lse=return_lse, **own, **shared,
+            )  # fmt: skip
+        _refuse_other_plans(num_common_blocks, block_tables)
+        num_tokens, num_heads, _ = shape_of(
+            NAME, "query", query, "num_tokens", "num_heads", "head_size"
         )
-    else:
-        plan = num_common_blocks
-    partials = query.new_empty(plan.num_splits + 1, *query.shape)
-    lses = _both_levels(query, key_cache, value_cache, plan, partials, own, shared)
-    result = torch.empty_like(partials[0]) if out is None else out
-    lse = torch.empty_like(lses[:num_tokens]) if return_lse else None
-    lses = lses.view(plan.num_splits + 1, num_tokens, num_heads)
-    combine_attn_partials(result, partials, lses, lse)
+        if not isinstance(num_common_blocks, CascadePlan):
+            plan = cascade_plan(
+                block_tables,
+                seq_lens,
+                num_common_blocks,
+                block_size=value_cache.shape[1 if layout == "NHD" else 2 if layout == "HND" else 3],
+                num_heads=num_heads,
+                num_kv_heads=key_cache.shape[2 if layout == "NHD" else 1],
+                query_start_loc=query_start_loc,
+                num_tokens=num_tokens,
+            )
+        else:
+            plan = num_common_blocks
+        partials = query.new_empty(plan.num_splits + 1, *query.shape)
+        lses = _both_levels(query, key_cache, value_cache, plan, partials, own, shared)
+        result = torch.empty_like(partials[0]) if out is None else out
+        lse = torch.empty_like(lses[:num_tokens]) if return_lse else None
+        lses = lses.view(plan.num_splits + 1, num_tokens, num_heads)
+        combine_attn_partials(result, partials, lses, lse)
+    except Error as error:
+        raise renamed(error, NAME, {"output": "out"}) from None
     if query_start_loc is not None and (out is None or lse is not None):
         nobody = torch.arange(num_tokens, device=query.device) >= query_start_loc[-1]
         if out is None:

@@ -53,6 +53,10 @@ def copy_blocks(
 def copy_blocks_mla(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
     """:func:`copy_blocks` for caches that hold keys and values together, one a layer.
 
+    Args:
+        kv_caches: one tensor a layer, as key_caches of :func:`copy_blocks`, written.
+        block_mapping: as :func:`copy_blocks` has it.
+
     Raises:
         RuntimeError: as :func:`copy_blocks`.
 

@@ -372,6 +372,9 @@ def paged_attention_workspace(device: torch.device | str | int) -> Tensor:
     For one :func:`paged_attention` or :func:`fused_decode_attention` at a time. Every call leaves
     the relevant bytes zero, so one allocation is enough.
 
+    Args:
+        device: where the calls run.
+
     Warning:
         Two calls that share it at the same time give wrong results, or never end. A CUDA graph has
         that of the stream it was captured on: replays that overlap need one each.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Error, InvalidArgument
-from ._common import calls
+from ._common import calls, check_tensors
 
 __all__ = [
     "dynamic_per_token_scaled_fp8_quant",
@@ -213,6 +213,7 @@ def scaled_fp8_quant(
 
     Source: ``vllm._custom_ops.scaled_fp8_quant``, without its ``group_shape``.
     """
+    check_tensors("scaled_fp8_quant", input=input)
     rows, padded = input.shape[:-1].numel(), input.shape
     if num_token_padding:
         if output is not None:
@@ -271,6 +272,7 @@ def scaled_int8_quant(
 
     Source: ``vllm._custom_ops.scaled_int8_quant``.
     """
+    check_tensors("scaled_int8_quant", input=input)
     if azp is not None and (scale is None or symmetric):
         without = "scale" if scale is None else "symmetric=False"
         raise InvalidArgument(f"scaled_int8_quant: azp: expected None without {without}")

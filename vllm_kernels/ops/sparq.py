@@ -156,6 +156,10 @@ def sparq_attention(
         return_lse: whether to return the log-sum-exp as well.
         workspace: as :func:`vllm_kernels.paged_attention` has it.
 
+    Warning:
+        On CUDA this or a later call may never end if seq_lens change while it runs, or if another
+        call uses its workspace or the stream's at the same time.
+
     Returns:
         out, or (out, lse). lse: [num_seqs, num_heads] float32, of the kept tokens, natural
         logarithm.

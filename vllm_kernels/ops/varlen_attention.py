@@ -166,6 +166,8 @@ def varlen_attention(
         raise refused("varlen_attention", TypeError(), {"query": query})
     op = _traced if is_dynamo_compiling() else _direct
     try:
+        if len(window) != 2:
+            raise TypeError
         if scale is None:
             scale = max(1, query.shape[-1]) ** -0.5
         if max_query_len is None:

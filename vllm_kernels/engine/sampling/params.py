@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...errors import Error, InvalidArgument, InvalidType
+
 __all__ = ["LogitsMask", "LogitsProcessor", "SamplingParams"]
 
 LogitsProcessor = Callable[[Any, Any], Tensor]
@@ -95,8 +97,8 @@ class SamplingParams:
             [1, vocabulary] to scores. transformers' logits processors fit.
 
     Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: An argument is out of range.
+        InvalidType: An argument has the wrong type.
+        InvalidArgument: An argument is out of range.
 
     Example:
         >>> from vllm_kernels.integrations.transformers import SamplingParams
@@ -133,34 +135,34 @@ class SamplingParams:
         self._check_ranges()
 
     def _check(
-        self, holds: bool, name: str, expected: str, error: type[Exception] = ValueError
+        self, holds: bool, name: str, expected: str, error: type[Error] = InvalidArgument
     ) -> None:
         if not holds:
             raise error(f"SamplingParams: {name}: expected {expected}, got {getattr(self, name)!r}")
 
     def _check_types(self) -> None:
         for name in ("max_tokens", "top_k", "n", "min_tokens"):
-            self._check(_is_int(getattr(self, name)), name, "an integer", TypeError)
+            self._check(_is_int(getattr(self, name)), name, "an integer", InvalidType)
         for name in ("seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            self._check(value is None or _is_int(value), name, "an integer or None", TypeError)
+            self._check(value is None or _is_int(value), name, "an integer or None", InvalidType)
         for name in (
             "temperature", "top_p", "min_p",
             "repetition_penalty", "presence_penalty", "frequency_penalty",
         ):  # fmt: skip
-            self._check(_is_number(getattr(self, name)), name, "a number", TypeError)
+            self._check(_is_number(getattr(self, name)), name, "a number", InvalidType)
         for name in ("logits_mask", "logits_processor"):
             value = getattr(self, name)
-            self._check(value is None or callable(value), name, "a function or None", TypeError)
+            self._check(value is None or callable(value), name, "a function or None", InvalidType)
 
     def _check_collections(self) -> None:
         self._check(
-            _are_ints(self.stop_token_ids), "stop_token_ids", "a list of integers", TypeError
+            _are_ints(self.stop_token_ids), "stop_token_ids", "a list of integers", InvalidType
         )
         self._check(not isinstance(self.stop, str), "stop", "a list of strings")
         self._check(
             isinstance(self.stop, Collection) and all(isinstance(x, str) for x in self.stop),
-            "stop", "a list of strings", TypeError,
+            "stop", "a list of strings", InvalidType,
         )  # fmt: skip
         self._check(all(self.stop), "stop", "strings that are not empty")
         bias, allowed, words = self.logit_bias, self.allowed_token_ids, self.bad_words
@@ -169,7 +171,7 @@ class SamplingParams:
             or (isinstance(bias, Mapping)
             and _are_ints(bias)
             and all(map(_is_number, bias.values()))),
-            "logit_bias", "numbers by token id, or None", TypeError,
+            "logit_bias", "numbers by token id, or None", InvalidType,
         )  # fmt: skip
         self._check(
             bias is None or all(value == value for value in bias.values()),
@@ -177,14 +179,14 @@ class SamplingParams:
         )  # fmt: skip
         self._check(
             allowed is None or _are_ints(allowed),
-            "allowed_token_ids", "a list of integers or None", TypeError,
+            "allowed_token_ids", "a list of integers or None", InvalidType,
         )  # fmt: skip
         self._check(allowed is None or len(allowed) > 0, "allowed_token_ids", "at least one token")
         self._check(
             isinstance(words, Collection)
             and not isinstance(words, str)
             and all(isinstance(word, str) or _are_ints(word) for word in words),
-            "bad_words", "a list of strings or of lists of integers", TypeError,
+            "bad_words", "a list of strings or of lists of integers", InvalidType,
         )  # fmt: skip
         self._check(all(map(len, words)), "bad_words", "words that are not empty")
 
