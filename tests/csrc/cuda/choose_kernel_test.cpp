@@ -200,6 +200,21 @@ TEST(ChooseKernel, IsAsInTheGoldenTable) {
   EXPECT_FALSE(std::getline(lines, got)) << got;
 }
 
+// Static shared memory of a kernel that has dynamic one of a chosen size, too.
+int static_shared_bytes(const PagedAttentionParams& p, const KernelChoice& choice) {
+  switch (choice.kernel) {
+    case AttentionKernel::kDecode:
+      return decode_static_smem(size_of(p.kv.dtype), choice.padded_head_size, choice.multi_warp,
+                                false);
+    case AttentionKernel::kDecodeWgmma:
+      return wgmma_static_smem(choice.row_shift() <= 5 ? 4 : 8);
+    case AttentionKernel::kPrefillSm80:
+      return PrefillSm80Sizes::kStaticSmem;
+    default:
+      return 0;
+  }
+}
+
 TEST(ChooseKernel, LaunchShapesFitTheDevice) {
   for (const NamedDevice& device : kDevices) {
     Draw draw(7);
@@ -208,12 +223,8 @@ TEST(ChooseKernel, LaunchShapesFitTheDevice) {
       if (i % 2 == 0) scale_tokens(call, i / 2);
       const AttentionChoice choice = choose_kernel(call.params, device.model);
       for (const KernelChoice* launch : {&choice.main, &choice.concurrent_decode}) {
-        const int fixed =
-            launch->kernel != AttentionKernel::kDecode
-                ? 0
-                : decode_static_smem(size_of(call.params.kv.dtype), launch->padded_head_size,
-                                     launch->multi_warp, false);
-        EXPECT_LE((launch->shared_bytes + fixed) * launch->ctas_per_sm,
+        const int static_bytes = static_shared_bytes(call.params, *launch);
+        EXPECT_LE((launch->shared_bytes + static_bytes) * launch->ctas_per_sm,
                   device.model.shared_memory_per_block)
             << call.name;
         EXPECT_LE(launch->stages, kMaxPipelineStages) << call.name;
@@ -241,7 +252,9 @@ TEST(ChooseKernel, ScalesOfTokensAreRead) {
       const AttentionChoice choice = choose_kernel(call.params, device.model);
       EXPECT_NE(choice.main.kernel, AttentionKernel::kPrefillSm80) << call.name;
       const bool copies = choice.main.kernel != AttentionKernel::kSimt && choice.gathered_rows == 0;
-      if (copies || choice.has_concurrent_decode) EXPECT_NE(i % 4, 0) << call.name;
+      if (copies || choice.has_concurrent_decode) {
+        EXPECT_NE(i % 4, 0) << call.name;
+      }
     }
   }
 }
