@@ -23,6 +23,7 @@ For inference: no dropout, no gradients; softmax's probabilities are not returne
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import Tensor
 
@@ -47,7 +48,7 @@ __path__: list[str] = []  # imported as flash_attn, a package with flash_attn.be
 _ = bert_padding
 flash_attn_interface = sys.modules[__name__]  # what flash_attn has under this name
 
-Result = Tensor | tuple[Tensor, Tensor, None]
+Result = Any  # a tensor, or a tuple with the log-sum-exp: a union would make every caller narrow it
 
 
 def _result(out: Tensor, lse: Tensor | None) -> Result:
@@ -189,7 +190,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     s_aux: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Result:
     """q [B, S, H, D] over caches, into which it puts k and v before -> out like q.
 
     Args:

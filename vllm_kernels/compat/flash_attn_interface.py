@@ -10,6 +10,8 @@ is bfloat16. Not supported, and refused by name: qv, attention_chunk, rotary_seq
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from . import _attention, _direct
@@ -18,7 +20,7 @@ from ._options import Options
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
-Result = Tensor | tuple[Tensor, Tensor]
+Result = Any  # a tensor, or (out, lse): a union would make every caller narrow it
 
 
 def flash_attn_func(
