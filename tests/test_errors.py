@@ -318,6 +318,12 @@ def test_what_the_gpu_refuses_is_no_bad_argument():
         assert type(error) is kind and str(error) == text
 
 
+def test_a_renamed_error_keeps_its_text():
+    for text, want in (("op: q: bad", "caller: qkv: bad"), ("no name", "caller: no name")):
+        error = _refusals.renamed(vk.InvalidArgument(text), "caller", {"q": "qkv"})
+        assert type(error) is vk.InvalidArgument and str(error) == want
+
+
 def test_a_cache_that_does_not_fit_says_how_much():
     shape = KVShape(1, 64, 256, torch.float32)
     with pytest.raises(MemoryError, match=r"KVCache: .* blocks: need [\d,]+ bytes on cpu, free"):

@@ -36,19 +36,16 @@ step_racecheck_build() {  # 2 minutes on 16 cores
       python3 setup.py build_ext --inplace > "$OUT/racecheck_build.log" 2>&1)
   echo "racecheck_build rc=$?"
 }
-step_racecheck() {  # a process a group: it is slow, and mostly on the CPU. 4 minutes
-  local groups=${RACECHECK_GROUPS:-general_attention tree_masks token_scales prompts decode_steps contiguous_keys
-    appended_tokens sampling pages attention fused_rope norms mla}
-  for dtype in bfloat16 float16; do
-    [ $dtype = float16 ] && groups=decode_steps
-    for group in $groups; do
-      log=$OUT/racecheck_${dtype}_$group.log
-      (PYTHONPATH=$RACECHECK compute-sanitizer --tool racecheck --error-exitcode 9 \
-         python3 tools/one_shape_each.py $dtype "$group" > "$log" 2>&1
-       echo "racecheck $dtype $group rc=$? $(grep -E 'RACECHECK SUMMARY|not supported' "$log" | tail -1)") &
-    done
-  done
-  wait
+step_racecheck() {  # a process a dtype and group: it is slow, and mostly on the CPU
+  local groups
+  groups=${RACECHECK_GROUPS:-$(sed -n '/groups = (/,/^    )/s/^ *\([a-z_]*\),$/\1/p' tools/one_shape_each.py)}
+  export RACECHECK
+  for dtype in ${RACECHECK_DTYPES:-bfloat16 float16 float32}; do
+    for group in $groups; do echo "$dtype $group"; done
+  done | xargs -P "$(nproc)" -L 1 bash -c 'log=$OUT/racecheck_$0_$1.log
+    PYTHONPATH=$RACECHECK compute-sanitizer --tool racecheck --error-exitcode 9 \
+      python3 tools/one_shape_each.py "$0" "$1" > "$log" 2>&1
+    echo "racecheck $0 $1 rc=$? $(grep -E "RACECHECK SUMMARY|not supported" "$log" | tail -1)"'
 }
 step_peers_small() {
   # shellcheck disable=SC1091

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..errors import Error, InvalidArgument, InvalidType, Unsupported
 from ..hf.attention_interface import ENGINES
+from ..ops._refusals import renamed
 
 __all__ = ["Closed", "check_integers", "named_engine", "num_logits", "refuse_unserved"]
 
@@ -31,7 +32,7 @@ def named_engine() -> Iterator[None]:
         part, _, text = str(error).partition(": ")
         if part == "Engine" or not text:
             raise
-        raise type(error)(f"Engine: {text}") from None
+        raise renamed(error, "Engine", {}) from None
 
 
 def check_integers(options: object, **minimums: int) -> None:

@@ -16,6 +16,7 @@ import vllm_kernels
 from ..errors import Error, InvalidArgument, Unsupported
 from ..hf.attention_interface import AttentionOptions
 from ..kv_cache.tensors import KVCache, KVShape
+from ..ops._refusals import renamed
 from .refusals import check_integers
 
 __all__ = ["PageSelection", "SparQ", "Sparse"]
@@ -143,8 +144,7 @@ class SparQ:
                 layout=shape.layout,
             )  # fmt: skip
         except Error as error:
-            text = str(error).partition(": ")[2]
-            raise type(error)(f"Engine: sparse: {text}") from None
+            raise renamed(error, "Engine: sparse", {}) from None
 
     def attend(
         self,

@@ -79,7 +79,7 @@ def renamed(error: Error, function: str, words: Mapping[str, str]) -> Error:
     Args:
         words: what it calls its arguments, by the names in the error. "query tokens" stays.
     """
-    text = str(error).partition(": ")[2]
+    text = str(error).partition(": ")[2] or str(error)
     text = re.sub(r"\w+\b(?! tokens)", lambda word: words.get(word[0], word[0]), text)
     return type(error)(f"{function}: {text}")
 
