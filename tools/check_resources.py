@@ -27,7 +27,7 @@ SHARED = re.compile(r"(\d+) bytes smem")
 # Of the 3100 instructions in prefill's loop a few load a spilled value. The cure costs 1 to 10%:
 # docs/lab/prefill/sm80.md.
 ALLOWED = {
-    (f"prefill/sm80/instantiations/{name}.cu", "sm_100", "Li128ELNS0_6KvFormE2E"): (16, 56)
+    (f"prefill/sm80/instantiations/{name}.cu", "sm_100", "Li128ELNS0_6KvFormE2E"): (16, 60)
     for name in ("bf16", "f16")
 }
 SOURCES = "CMakeFiles/cuda_kernels*.dir/csrc/cuda"

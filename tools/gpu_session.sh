@@ -43,6 +43,7 @@ step_racecheck() {  # a process a dtype and group: it is slow, and mostly on the
   for dtype in ${RACECHECK_DTYPES:-bfloat16 float16 float32}; do
     for group in $groups; do echo "$dtype $group"; done
   done | xargs -P "$(nproc)" -L 1 bash -c 'log=$OUT/racecheck_$0_$1.log
+    export CUDA_VISIBLE_DEVICES=$((RANDOM % $(nvidia-smi -L | wc -l)))
     PYTHONPATH=$RACECHECK compute-sanitizer --tool racecheck --error-exitcode 9 \
       python3 tools/one_shape_each.py "$0" "$1" > "$log" 2>&1
     echo "racecheck $0 $1 rc=$? $(grep -E "RACECHECK SUMMARY|not supported" "$log" | tail -1)"'

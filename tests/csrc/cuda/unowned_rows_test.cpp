@@ -97,7 +97,7 @@ void run_on_warps(const PagedAttentionParams& p, int blocks, int warps) {
       for (int at = 0; at < blocks * warps; ++at) {
         blockIdx.x = at / warps;
         threadIdx.x = at % warps * 32 + lane;
-        clear_unowned_rows(p, at % warps, warps);
+        clear_unowned_rows(p, threadIdx.x, warps * 32);
       }
     });
   }

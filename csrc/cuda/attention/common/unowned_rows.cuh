@@ -18,7 +18,7 @@ __device__ __forceinline__ bool owns_all_rows(const PagedAttentionParams& p, int
 }
 
 // Whether a sequence owns the row. All lanes of a warp call it.
-__device__ __forceinline__ bool is_owned(const PagedAttentionParams& p, int64_t row, int lane) {
+__device__ __forceinline__ bool is_owned(const PagedAttentionParams& p, int32_t row, int lane) {
   bool owned = false;
 #pragma unroll 1
   for (int first = 0; first < p.num_seqs && !owned; first += 32) {
@@ -47,18 +47,18 @@ __device__ __forceinline__ void clear_row(const PagedAttentionParams& p, int64_t
   }
 }
 
-// Clears the rows that no sequence owns. Each CTA calls it with whole warps, `warp` of `warps`,
-// after its PDL wait. Most batches have no such row. Then it costs a look at the starts. (A fill by
-// a kernel of its own takes 2 us: docs/lab/host_cost.md.)
-__device__ __forceinline__ void clear_unowned_rows(const PagedAttentionParams& p, int warp,
-                                                   int warps) {
+// Clears the rows that no sequence owns. Each CTA calls it with whole warps after its PDL wait:
+// `thread` of `threads`. Most batches have no such row. Then it costs a look at the starts. (A fill
+// by a kernel of its own takes 2 us: docs/lab/host_cost.md.)
+__device__ __forceinline__ void clear_unowned_rows(const PagedAttentionParams& p, uint32_t thread,
+                                                   uint32_t threads) {
   if (p.query_start_loc == nullptr || p.concurrent) return;  // the first launch clears
   if (!p.zero_unowned && p.lse == nullptr) return;
-  const int lane = threadIdx.x % 32;
+  const int lane = thread % 32;
   if (owns_all_rows(p, lane)) return;
 #pragma unroll 1
-  for (int64_t row = int64_t{blockIdx.x} * warps + warp; row < p.num_tokens;
-       row += int64_t{gridDim.x} * warps) {
+  for (uint32_t row = (blockIdx.x * threads + thread) / 32;
+       row < static_cast<uint32_t>(p.num_tokens); row += gridDim.x * threads / 32) {
     if (!is_owned(p, row, lane)) clear_row(p, row, lane, 32);
   }
 }

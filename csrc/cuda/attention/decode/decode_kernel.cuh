@@ -192,6 +192,11 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     return produced;
   };
 
+  bool has_tile = false;  // whether a previous work tile is still to be combined and written
+  const auto clear_rows = [&] {
+    if (!NewToken::kAny && !has_tile) clear_unowned_rows(p, 32 * warp + lane, 32 * warps);
+  };
+
   // Speculative prologue of small batches. It finds the first work tile and its pages before the
   // primary kernel has ended. That kernel may still write the lengths and tables. So both are read
   // again after the wait, with the first pages in flight. If they differ, the prologue is repeated.
@@ -201,7 +206,6 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   if (kForm == KvForm::kSwizzledRows) speculative &= p.kv.block_size > 1;
   if (!speculative && !p.kv_ready) wait_at_start(p);
   uint32_t count = UINT32_MAX;  // work tiles, once there is a schedule
-  bool has_tile = false;        // whether a previous work tile is still to be combined and written
 #pragma unroll 1
   for (int iteration = 0;; iteration = iteration == 5 ? 0 : iteration + 1) {
     const int now = iteration < 3 ? iteration : iteration - 3,
@@ -252,10 +256,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       // With kv_ready the wait comes only here, before the first access to query and workspace. The
       // query still arrives before the first pages.
       if (!has_tile && p.kv_ready) wait_at_start(p);
+      if (sm90a_or(0, 1)) clear_rows();  // later it would spill
       if (index < count) load_query();
-      if constexpr (!NewToken::kAny) {  // while the first pages arrive
-        if (!has_tile) clear_unowned_rows(p, warp, warps);
-      }
+      if (sm90a_or(1, 0)) clear_rows();  // while the first pages arrive
     }
     if (has_tile) {
       const WorkTile& work_tile = work_tiles[last];

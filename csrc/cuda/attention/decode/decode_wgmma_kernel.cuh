@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(cta_threads(kMaxTiles), 1)
                         shared_address(pipeline_words[consumer]), true, lane);
       produce_stages(p, queue, pipeline, consumer, kConsumers, lane);
       wait_at_start(p);
-      clear_unowned_rows(p, consumer, kConsumers);
+      clear_unowned_rows(p, 32 * consumer + lane, 32 * kConsumers);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(consumer_registers(kMaxTiles)));

@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     put_tile(scheduler, blockIdx.x, 0);
     shared.scheduler(threadIdx.x) = scheduler;
   } else {
-    clear_unowned_rows(p, threadIdx.x / 32 - 1, blockDim.x / 32 - 1);
+    clear_unowned_rows(p, threadIdx.x - 32, blockDim.x - 32);
   }
   if (threadIdx.x == 0) {
     const int arrivals = blockDim.x / 32 * kWarpArrivals;

@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       schedule_tiles(p, shape, shared, next, lane);
     } else if (warp == kWarps + 1) {
       copy_queries<Config>(p, shape, maps.query, shared, query, lane);
-      clear_unowned_rows(p, 0, 1);
+      clear_unowned_rows(p, lane, 32);
     } else if constexpr (Config::kCacheIs8Bit) {
       dequantize(warp - kWarps - 2);
     } else if (warp == kWarps + 2) {
