@@ -9,13 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from engines import greedy, prompts
 from tiny_models import tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.tensor_parallel import time_limit
@@ -23,6 +23,8 @@ from vllm_kernels.errors import InvalidArgument, Unsupported
 from vllm_kernels.hf.tensor_parallel import group_of_model
 
 pytest.importorskip("accelerate", reason="transformers' tensor parallelism needs accelerate")
+if not hasattr(PreTrainedModel, "_mesh_manager"):
+    pytest.skip("tensor parallelism needs transformers 5.23", allow_module_level=True)
 
 WORKER = str(Path(__file__).parent / "tensor_parallel_worker.py")
 MODELS = ("llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "gpt_oss", "gpt_neox")
@@ -214,6 +216,13 @@ def test_other_parallelism_is_refused() -> None:
     assert str(raised.value) == (
         "PagedCache: distributed_config: expected tensor parallelism alone, got pp_size=2"
     )
+
+
+def test_models_that_an_older_transformers_divided() -> None:
+    with pytest.raises(
+        Unsupported, match=r"^PagedCache: tensor parallelism: expected trans.* 5.23,"
+    ):
+        group_of_model(cast("Any", SimpleNamespace(_tp_size=2)))
 
 
 def test_follow_needs_ranks() -> None:

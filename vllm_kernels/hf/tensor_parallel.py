@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,10 +23,13 @@ def group_of_model(model: PreTrainedModel) -> ProcessGroup | None:
     """Returns the group of the ranks that share ``model``. None means that it is whole.
 
     Raises:
-        NotImplementedError: Something but tensor parallelism divides the model, too.
+        NotImplementedError: Something but tensor parallelism divides the model, too, or
+            transformers is too old.
     """
     manager = getattr(model, "_mesh_manager", None)
     if manager is None:
+        if (getattr(model, "_tp_size", None) or 1) > 1:
+            raise _older_transformers()
         return None
     config = model.config.distributed_config
     for name in _OTHER_SIZES:
@@ -49,15 +53,20 @@ def heads_of_rank(model: PreTrainedModel, name: str, heads: int) -> int:
     try:
         from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
     except ImportError:
-        raise Unsupported(
-            "PagedCache: tensor parallelism: expected transformers 5.23, got an older one"
-        ) from None
+        raise _older_transformers() from None
     local: Any = get_kv_heads_per_rank(model.tp_plan, heads, group.size())
     if local is None:
         raise Unsupported(
             f"PagedCache: {name}: expected a multiple of {group.size()} (from tp_size), got {heads}"
         )
     return int(local)
+
+
+def _older_transformers() -> Unsupported:
+    return Unsupported(
+        "PagedCache: tensor parallelism: expected transformers 5.23, got "
+        f"{transformers.__version__}"
+    )
 
 
 def local_tensor(tensor: Any) -> Tensor:
