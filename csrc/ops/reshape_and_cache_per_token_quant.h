@@ -5,10 +5,10 @@
 // reads back as NaN, and no other row does.
 //
 // int4 (TokenScales has the place of a value), in float32, each operation rounded by itself:
-//   low = min x, high = max x, scale = high / 15 - low / 15, zero = low + 8 * scale
+//   low = min x, high = max x, scale = (high - low) / 15, zero = low + 8 * scale
 //   n = min(15, (x - low) * (1 / scale) to nearest even)
-// A row with scale < 2^-100 is stored as n = 8, scale 0, zero = low. A row with a NaN, or with an
-// infinity or an overflow in between, gets scale and zero NaN.
+// A row with scale < 2^-100 is stored as n = 8, scale 0, zero = low. A row with a NaN, or whose
+// high - low is not finite, gets scale and zero NaN.
 #pragma once
 #include "ops/reshape_and_cache.h"
 
