@@ -70,8 +70,7 @@ struct GatherCacheParams {
   const float* v_zero = nullptr;
 
   VLLM_KERNELS_HOST_DEVICE int64_t scale_offset(TokenLocation at, int64_t head) const {
-    return at.block * scale_block_stride + head * scale_head_stride +
-           at.token * scale_token_stride;
+    return at.block * scale_block_stride + head * scale_head_stride + at.token * scale_token_stride;
   }
   VLLM_KERNELS_HOST_DEVICE float scale(const float* scales, TokenLocation at, int64_t head) const {
     return scales == nullptr ? 1.0f : scales[scale_offset(at, head)];

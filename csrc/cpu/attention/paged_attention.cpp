@@ -517,7 +517,8 @@ Loop loop_of(const PagedAttentionPlan& plan) {
 
 void run(const PagedAttentionPlan& plan, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
-    dispatch_attention_cache(plan.params.kv.dtype, [&](auto tag) { run_task<decltype(tag)>(plan, task); });
+    dispatch_attention_cache(plan.params.kv.dtype,
+                             [&](auto tag) { run_task<decltype(tag)>(plan, task); });
   }
 }
 

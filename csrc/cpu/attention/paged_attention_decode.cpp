@@ -250,7 +250,7 @@ class DecodeTask {
   }
   // Prefetches slice `slice` of `slices` of the next block's, between the products: then no lines
   // of K and V are on their way.
-  void prefetch_token_scales(const PageBlock& next, int32_t kv_head, int slice, int slices) const {
+  void prefetch_token_scales(const PageBlock& next, int32_t kv_head, int slice, int slices) {
     if (!token_scales_.any() || next.pages == 0) return;
     for_each_page(next, next.tokens * slice / slices, next.tokens * (slice + 1) / slices,
                   [&](int64_t page, int slot, int count, int) {
@@ -404,8 +404,8 @@ class DecodeTask {
   float row_max_[kMaxTileHeads];
   float row_sum_[kMaxTileHeads];
   float exact_sum_[kMaxTileHeads];
-  float zero_sum_[kMaxTileHeads];   // of p times V's zero
-  float query_sum_[kMaxTileHeads];  // of the query, times the softmax scale
+  float zero_sum_[kMaxTileHeads];                 // of p times V's zero
+  float query_sum_[kMaxTileHeads];                // of the query, times the softmax scale
   float unpacked_[kMaxTileHeads * kMaxHeadSize];  // unpack_out() of the split that just ended
 };
 
@@ -435,7 +435,8 @@ void run(const DecodePlan& plan, int64_t begin, int64_t end) {
 #else
 void run(const DecodePlan& plan, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
-    dispatch_attention_cache(plan.params.kv.dtype, [&](auto tag) { run_task<decltype(tag)>(plan, task); });
+    dispatch_attention_cache(plan.params.kv.dtype,
+                             [&](auto tag) { run_task<decltype(tag)>(plan, task); });
   }
 }
 #endif

@@ -104,7 +104,7 @@ struct FloatTokenLanes<Int4x2> : FloatValueLanes<Int4x2> {
     return {cpu::load(row + d), cpu::load(row + head_size + d)};
   }
   static Vec prob(const float* probs, int token) { return splat(probs[token]); }
-  static void pack_query(const float* row, int count, float* to) { upcast(row, count, to); }
+  static void pack_query(const float* row, int count, float* to) { cpu::upcast(row, count, to); }
   static int out_offset(int sum, int head_size) { return sum / 2 * kLanes + sum % 2 * head_size; }
   using FloatValueLanes<Int4x2>::multiply_add;
   static Vec multiply_add(VecPair key, VecPair query, Vec sum) {

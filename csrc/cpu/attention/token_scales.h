@@ -41,7 +41,8 @@ class BlockScales {
   // Reads those of slots [slot, slot + count) of a page: of tokens `at`, at + 1, ... of the block.
   void read(int64_t page, int64_t head, int slot, int count, int at) {
     for_each_array(page, head, slot, [&](const float* from, float* to) {
-      for_each_vector(0, count, [&](int64_t i, auto n) { store(to + at + i, load(from + i, n), n); });
+      for_each_vector(0, count,
+                      [&](int64_t i, auto n) { store(to + at + i, load(from + i, n), n); });
     });
   }
   // Tokens from `count` up to `end`, rounded up to a whole vector, become 0.

@@ -63,8 +63,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   Argument k = expect.tensor("key_cache", key_cache);
   Argument v = expect.tensor("value_cache", value_cache);
   const TokenScaleTensors of_tokens{k_token_scales, v_token_scales, k_token_zeros, v_token_zeros};
-  PagedKv kv =
-      paged_cache(queries.query, k, v, kv_layout, sizes, is_int4(k, of_tokens));
+  PagedKv kv = paged_cache(queries.query, k, v, kv_layout, sizes, is_int4(k, of_tokens));
   // NHD and HND have as many dimensions: a wrong one shows here, if at all.
   check_sizes(queries, kv,
               kv_layout == KvLayout::kNHD   ? "dimension 2 of key_cache in layout \"NHD\""
