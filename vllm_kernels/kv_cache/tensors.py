@@ -174,7 +174,7 @@ class KVCache:
         """
         kc, vc = self._pages(layer)
         kind = self.shape.cache_dtype
-        if kind in ("int8_per_token", "int4_per_token"):
+        if kind == "int8_per_token" or kind == "int4_per_token":
             zeros = (self.key_zeros[layer], self.value_zeros[layer]) if self.key_zeros else ()
             vllm_kernels.reshape_and_cache_per_token_quant(
                 key, value, kc, vc, self.key_scales[layer], self.value_scales[layer], slot_mapping,

@@ -197,7 +197,8 @@ inline void add_values(const ValueRows& from, const typename ValueLanes<T>::Oper
 #pragma GCC unroll 16
       for (int i = 0; i < kDims; ++i) {
         if constexpr (kValues<T> == 2) {
-          Values::upcast(raw(i), (dim_block * kDims + i) % 2, operands[i]);
+          const int first = kDims == 1 ? i : i / 2 * 2;  // an address that both values share
+          Values::upcast(raw(first), (dim_block * kDims + i) % 2, operands[i]);
         } else {
           Values::upcast(raw(i), operands[i]);
         }

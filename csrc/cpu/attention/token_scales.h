@@ -3,6 +3,7 @@
 #pragma once
 #include <type_traits>
 
+#include "cpu/base/dispatch.h"
 #include "cpu/base/int4.h"
 #include "cpu/base/int8.h"
 #include "cpu/base/vec.h"
@@ -10,6 +11,13 @@
 
 namespace vllm_kernels::cpu {
 namespace {
+
+// Calls body(C{}) with the storage type of a cache, which may be int4.
+template <typename Body>
+inline void dispatch_attention_cache(DType cache, Body&& body) {
+  if (cache == DType::kInt4x2) return body(Int4x2{});
+  dispatch_cache(cache, body);
+}
 
 // Caches of this type always have a scale and a zero a token.
 template <typename Cache>

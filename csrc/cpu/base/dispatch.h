@@ -2,7 +2,6 @@
 // for the anonymous namespace.
 #pragma once
 #include "cpu/base/fp8.h"
-#include "cpu/base/int4.h"
 #include "cpu/base/int8.h"
 #include "cpu/base/vec.h"
 #include "ops/paged_kv.h"
@@ -41,13 +40,6 @@ template <typename Body>
 inline void dispatch_cache(DType cache, Body&& body) {
   if (size_of(cache) == 1) return dispatch_8_bit(cache, body);
   dispatch_float(cache, body);
-}
-
-// The same for the caches of paged_attention, which may be int4.
-template <typename Body>
-inline void dispatch_attention_cache(DType cache, Body&& body) {
-  if (cache == DType::kInt4x2) return body(Int4x2{});
-  dispatch_cache(cache, body);
 }
 
 // Calls body(C{}) with the storage type of a cache of a model of type T: T or an 8-bit type.

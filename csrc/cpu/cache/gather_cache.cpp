@@ -4,6 +4,7 @@
 // A task is a range of rows.
 #include "ops/gather_cache.h"
 
+#include "cpu/base/int4.h"
 #include "cpu/cache/cache_rows.h"
 #include "cpu/kernels.h"
 

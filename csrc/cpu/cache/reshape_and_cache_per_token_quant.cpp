@@ -5,6 +5,7 @@
 #include "ops/reshape_and_cache_per_token_quant.h"
 
 #include "cpu/base/dispatch.h"
+#include "cpu/base/int4.h"
 #include "cpu/base/quant.h"
 #include "cpu/cache/cache_rows.h"
 #include "cpu/kernels.h"
