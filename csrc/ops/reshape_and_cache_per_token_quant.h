@@ -8,7 +8,7 @@
 //   low = min x, high = max x, scale = (high - low) / 15, zero = low + 8 * scale
 //   n = min(15, (x - low) * (1 / scale) to nearest even)
 // A row with scale < 2^-100 is stored as n = 8, scale 0, zero = low. A row with a NaN, or whose
-// high - low is not finite, gets scale and zero NaN.
+// high - low is not finite, gets scale and zero NaN, and n = 8.
 #pragma once
 #include "ops/reshape_and_cache.h"
 
