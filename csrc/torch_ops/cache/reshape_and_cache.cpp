@@ -102,8 +102,12 @@ void reshape_and_cache_per_token_quant(const Tensor& key, const Tensor& value,
   }
   Argument kc = expect.tensor("key_cache", key_cache);
   Argument vc = expect.tensor("value_cache", value_cache);
+  if (!zeros) {
+    kc.int8();
+    vc.int8();
+  }
   const PagedKv kv = zeros ? int4_pages(tokens.key, kc, vc, kv_layout, sizes)
-                           : cache_pages(kc.int8(), vc.int8(), DType::kInt8, kv_layout, sizes);
+                           : cache_pages(kc, vc, DType::kInt8, kv_layout, sizes);
   const auto scales = [&](const char* name, const Tensor& tensor) {
     return expect.tensor(name, tensor)
         .float32()
