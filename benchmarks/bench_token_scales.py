@@ -1,10 +1,10 @@
-"""Attention over int8 with a scale a token and head, beside int8 and e4m3 with one scale.
+"""Attention over int8 and int4 with a scale a token and head, next to int8 and e4m3 with one.
 
     python -m benchmarks.bench_token_scales [--layout vllm] [--seconds 0.3]
 
 32 query heads, 8 KV heads, head size 128, permuted pages of 16 tokens. KV copies rotate, so that no
-cache serves them. On a CPU the candidates of a case take turns. Bytes are those of K, V and their
-scales. `b64_c2k`: 64 sequences of 2048 tokens; `_q8`: of 8 query tokens.
+cache serves them. On a CPU the candidates of a case take turns. Bytes are those of K, V, their
+scales and zeros. `b64_c2k`: 64 sequences of 2048 tokens; `_q8`: of 8 query tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ CANDIDATES = {
     "e4m3": torch.float8_e4m3fn,
     "int8": torch.int8,
     "int8, a scale a token": torch.int8,
+    "int4, a scale a token": torch.uint8,
 }
 
 
@@ -43,8 +44,7 @@ def measure(name: str, layout: Layout, device: str, seconds: float) -> None:
     batch, context, queries = CASES[device][name]
     pages = context // PAGE
     blocks = batch * pages
-    token_bytes = 2 * KV_HEADS * HEAD_SIZE
-    copies = copies_for(device, batch * context * token_bytes)
+    copies = copies_for(device, batch * context * KV_HEADS * HEAD_SIZE)  # those of int4
     options = {"device": device}
     query = torch.randn(batch * queries, HEADS, HEAD_SIZE, **options).bfloat16()
     out = torch.empty_like(query)
@@ -52,29 +52,37 @@ def measure(name: str, layout: Layout, device: str, seconds: float) -> None:
     lens = torch.full((batch,), context, dtype=torch.int32, **options)
     starts = torch.arange(batch + 1, dtype=torch.int32, **options) * queries
     several = {"query_start_loc": starts, "max_query_len": queries} if queries > 1 else {}
-    shape = KVShape(1, KV_HEADS, HEAD_SIZE, torch.bfloat16, PAGE, layout, "int8_per_token")
+    shape = functools.partial(KVShape, 1, KV_HEADS, HEAD_SIZE, torch.bfloat16, PAGE, layout)
     keys, values = (
         torch.randint(-100, 100, (copies, *sizes), dtype=torch.int8, **options)
-        for sizes in shape.cache_shapes(blocks)
+        for sizes in shape("int8_per_token").cache_shapes(blocks)
     )
+    halves = [
+        pages.view(torch.uint8).flatten()[: pages.numel() // 2].view(copies, *sizes)
+        for pages, sizes in zip((keys, values), shape("int4_per_token").cache_shapes(blocks))
+    ]
     scales = torch.rand(2, copies, blocks, KV_HEADS, PAGE, **options) / 32
+    zeros = torch.randn(2, copies, blocks, KV_HEADS, PAGE, **options)
     one = torch.full((1,), 1 / 32, **options)
 
     def call(i: int, candidate: str) -> Tensor:
         given = {"k_scale": one, "v_scale": one}
         if "token" in candidate:
             given = {"k_token_scales": scales[0, i], "v_token_scales": scales[1, i]}
+        if "int4" in candidate:
+            given |= {"k_token_zeros": zeros[0, i], "v_token_zeros": zeros[1, i]}
         stored = CANDIDATES[candidate]
+        pages = halves if "int4" in candidate else (keys, values)
         return vllm_kernels.paged_attention(
-            query, keys[i].view(stored), values[i].view(stored), tables, lens, layout=layout,
+            query, *(x[i].view(stored) for x in pages), tables, lens, layout=layout,
             out=out, **given, **several,
         )  # fmt: skip
 
     runs = {candidate: functools.partial(call, candidate=candidate) for candidate in CANDIDATES}
     times = medians(runs, device, copies, seconds)
     for candidate in CANDIDATES:
-        of_scales = 2 * KV_HEADS * 4 if "token" in candidate else 0
-        total = batch * context * (token_bytes + of_scales)
+        kind = candidate.replace(", a scale a token", "_per_token")
+        total = batch * context * shape(kind.replace("e4m3", "fp8")).token_bytes
         print(
             f"{name:<13} {layout:<5} {candidate:<22} {times[candidate] * 1e6:>9.1f} "
             f"{total / 1e6:>8.1f} {total / times[candidate] * 1e-9:>6.0f} "

@@ -10,6 +10,8 @@ Layout: TypeAlias = Literal["vllm", "NHD", "HND"]
 KVCacheDType: TypeAlias = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 """The elements of a cache, in vLLM's words; "auto" is the dtype of the keys."""
 
-CacheDType: TypeAlias = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token"]
+CacheDType: TypeAlias = Literal[
+    "auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token", "int4_per_token"
+]
 """The elements of a :class:`~vllm_kernels.kv_cache.tensors.KVCache`: those of KVCacheDType, or int8
-with a scale a token and KV head."""
+or int4 with a scale a token and KV head."""

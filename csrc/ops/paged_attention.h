@@ -109,11 +109,17 @@ struct PagedAttentionParams {
   // CUDA: this is the second of two concurrent launches that share a batch. Sequences of more than
   // max_query_len query tokens belong to the first one.
   bool concurrent = false;
-  // paged_attention over int8. Score t is multiplied with the key's scale, weight t with the
-  // value's after row_sum has taken it. kv.k_scale and kv.v_scale are then null.
+  // paged_attention over int8 or int4. Score t is multiplied with the key's scale, weight t with
+  // the value's after row_sum has taken it. kv.k_scale and kv.v_scale are then null. Zeros (int4)
+  // stay outside of the products, too:
+  //   score t = key_scale[t] * (q . (n_t - 8)) + key_zero[t] * (sum of q)
+  //   out     = sum of weight t * value_scale[t] * (n_t - 8), plus sum of weight t * value_zero[t]
   TokenScales token_scales;
   // Causal, without a window; max_query_len <= tree_mask.bits().
   TreeMask tree_mask;
+
+  // Of query and out.
+  VLLM_KERNELS_HOST_DEVICE int head_size() const { return kv.head_values(); }
 
   // Whether scores need more than the scale and the mask: softcap or ALiBi.
   VLLM_KERNELS_HOST_DEVICE bool modifies_scores() const {

@@ -23,7 +23,7 @@ struct PagedKv {
   void* value = nullptr;
   int64_t num_blocks = 0;
   int32_t num_kv_heads = 0;
-  int32_t head_size = 0;
+  int32_t head_size = 0;          // elements a row; head_values() values
   int32_t block_size = 0;         // tokens a page
   DType dtype = DType::kFloat32;  // of the stored elements
   KvLayout layout = KvLayout::kVllm;
@@ -50,6 +50,9 @@ struct PagedKv {
   const float* v_scale = nullptr;
   int32_t scale_stride = 0;
 
+  // The head size of the model: an element of an int4 cache holds two values.
+  VLLM_KERNELS_HOST_DEVICE int head_values() const { return head_size * values_of(dtype); }
+
   // Pages of one token of layout vllm are rows, as those of HND.
   PagedKv with_rows() const {
     PagedKv rows = *this;
@@ -72,14 +75,19 @@ struct PagedKv {
   }
 };
 
-// An int8 cache with a scale of its own for every token and KV head. Scale (block, head, token) is
-// at
+// A cache with a scale of its own for every token and KV head. Scale (block, head, token) is at
 //   block * block_stride + head * head_stride + token
 // A scale may be any float: 0 for a row of zeros, NaN for a row with a NaN. Those of slots that are
 // not visible may hold anything.
+//   int8  value d of a row = scale * element d
+//   int4  value d of a row = scale * (n - 8) + zero. Element d of a row of head_size elements has
+//         n of value d in its low 4 bits and n of value d + head_size in its high 4 bits.
+// Zeros lie as the scales do.
 struct TokenScales {
   const float* key = nullptr;  // [num_blocks, num_kv_heads, block_size]; null: one scale a head
   const float* value = nullptr;
+  const float* key_zero = nullptr;  // int4 alone
+  const float* value_zero = nullptr;
   int64_t key_block_stride = 0;
   int64_t key_head_stride = 0;
   int64_t value_block_stride = 0;

@@ -60,7 +60,7 @@ constexpr const char* kSchemas[] = {
     "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale)",
     "reshape_and_cache_per_token_quant(Tensor key, Tensor value, Tensor! key_cache, "
     "Tensor! value_cache, Tensor! key_scales, Tensor! value_scales, Tensor slot_mapping, "
-    "str layout)",
+    "str layout, Tensor!? key_zeros=None, Tensor!? value_zeros=None)",
     "cp_gather_cache(Tensor src_cache, Tensor! dst, Tensor block_table, Tensor cu_seq_lens, "
     "int batch_size, Tensor? seq_starts=None)",
     "gather_cache(Tensor src_cache, Tensor! dst, Tensor block_table, Tensor cu_seq_lens, "
@@ -70,7 +70,7 @@ constexpr const char* kSchemas[] = {
     "Tensor? seq_starts=None)",
     "gather_paged_kv(Tensor! key, Tensor! value, Tensor key_cache, Tensor value_cache, "
     "Tensor block_tables, Tensor cu_seq_lens, Tensor? seq_starts, Tensor? k_scale, "
-    "Tensor? v_scale, str layout)",
+    "Tensor? v_scale, str layout, Tensor? k_zero=None, Tensor? v_zero=None)",
     "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor! kv_cache, Tensor slot_mapping, "
     "str kv_cache_dtype, Tensor scale)",
     "cp_gather_and_upconvert_fp8_kv_cache(Tensor src_cache, Tensor! dst, Tensor block_table, "
@@ -122,7 +122,8 @@ constexpr const char* kSchemas[] = {
     "Tensor? k_scale, Tensor? v_scale, str layout, int max_query_len, Tensor!? workspace, "
     "int fixed_split_size=0, bool kv_ready=False, int window_right=0, Tensor? kv_indptr=None, "
     "int max_pages=-1, Tensor? k_token_scales=None, Tensor? v_token_scales=None, "
-    "Tensor? tree_mask=None, bool zero_unowned=False)",
+    "Tensor? tree_mask=None, bool zero_unowned=False, Tensor? k_token_zeros=None, "
+    "Tensor? v_token_zeros=None)",
     "paged_attention.result(Tensor query, Tensor key_cache, Tensor value_cache, "
     "Tensor block_tables, Tensor seq_lens, float? scale=None, str layout=\"vllm\", "
     "int sliding_window=0, float softcap=0.0) -> Tensor",

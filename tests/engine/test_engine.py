@@ -86,23 +86,28 @@ def test_layouts(name: str, layout: str, device: str) -> None:
     check_equal(tiny_model(name, device), prompts((9, 30)), layout=layout)
 
 
-@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2", "int8", "int8_per_token"])
+@pytest.mark.parametrize(
+    "cache_dtype", ["fp8", "fp8_e5m2", "int8", "int8_per_token", "int4_per_token"]
+)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_8_bit_caches(name: str, cache_dtype: str, device: str) -> None:
     """The engine's own comparison of logits bounds the error; text may differ."""
-    model = tiny_model(name, device, initializer_range=0.1)
-    scale = {"fp8": 0.05, "fp8_e5m2": 0.001, "int8": 0.05, "int8_per_token": 1.0}[cache_dtype]
+    model = tiny_model(name, device, initializer_range=0.1, head_dim=64)
+    scale = {"fp8": 0.05, "fp8_e5m2": 0.001, "int8": 0.05}.get(cache_dtype, 1.0)
     with Engine(model, cache_dtype=cache_dtype, k_scale=scale, v_scale=scale, **SMALL) as engine:
         assert engine.cache.shape.stored_dtype.itemsize == 1
         assert [len(tokens) for tokens in greedy(engine, prompts((9, 30)))] == [20, 20]
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])
-def test_scales_of_tokens_travel_with_their_blocks(host_bytes: int, device: str) -> None:
+@pytest.mark.parametrize("cache_dtype", ["int8_per_token", "int4_per_token"])
+def test_scales_of_tokens_travel_with_their_blocks(
+    cache_dtype: str, host_bytes: int, device: str
+) -> None:
     """Sequences that are swapped, or computed again, give the text of a large cache."""
-    model = tiny_model("llama", device, initializer_range=0.1)
+    model = tiny_model("llama", device, initializer_range=0.1, head_dim=64)
     texts = prompts((30, 28, 31, 29))
-    options = SMALL | {"cache_dtype": "int8_per_token", "max_batch_tokens": 40, "max_length": 80}
+    options = SMALL | {"cache_dtype": cache_dtype, "max_batch_tokens": 40, "max_length": 80}
     with Engine(model, **options) as engine:
         want = greedy(engine, texts, max_tokens=40)
     options |= {"num_blocks": 22, "prefix_caching": False}
@@ -111,12 +116,13 @@ def test_scales_of_tokens_travel_with_their_blocks(host_bytes: int, device: str)
         assert (engine.statistics().scheduler.num_swapped > 0) is (host_bytes > 0)
 
 
-def test_scales_of_tokens_of_shared_blocks(device: str) -> None:
+@pytest.mark.parametrize("cache_dtype", ["int8_per_token", "int4_per_token"])
+def test_scales_of_tokens_of_shared_blocks(cache_dtype: str, device: str) -> None:
     """Prefixes that several requests share, and completions that fork."""
-    model = tiny_model("llama", device, initializer_range=0.1)
+    model = tiny_model("llama", device, initializer_range=0.1, head_dim=64)
     first = prompts((40,))[0]
     texts = [first, [*first[:30], 3, 4, 5], first[:21]]
-    options = SMALL | {"cache_dtype": "int8_per_token"}
+    options = SMALL | {"cache_dtype": cache_dtype}
     with Engine(model, prefix_caching=False, **options) as engine:
         want = [greedy(engine, [text])[0] for text in texts]
     with Engine(model, **options) as engine:

@@ -44,13 +44,28 @@ CONSTRUCTOR = {
     "dtype": (
         of_tiny_model(cache_dtype="fp9"),
         ValueError,
-        "cache_dtype: expected auto, fp8, fp8_e4m3, fp8_e5m2, int8, int8_per_token, got fp9",
+        "cache_dtype: expected auto, fp8, fp8_e4m3, fp8_e5m2, int8, int8_per_token, "
+        "int4_per_token, got fp9",
     ),
     "scale a token": (
         of_tiny_model(cache_dtype="int8_per_token", k_scale=0.5),
         ValueError,
         "k_scale: expected 1.0 (only 8-bit caches have scales, this one is int8_per_token), got "
         "0.5",
+    ),
+    "sparse, int4": (
+        lambda: Engine(
+            tiny_model(head_dim=64),
+            **SMALL | {"cache_dtype": "int4_per_token", "sparse": PageSelection(budget=80)},
+        ),
+        NotImplementedError,
+        "sparse: expected None with cache_dtype='int4_per_token', got PageSelection(budget=80, "
+        "sink_pages=1, recent_pages=4, dense_layers=2)",
+    ),
+    "int4, head size": (
+        of_tiny_model(cache_dtype="int4_per_token"),
+        NotImplementedError,
+        "head size: expected a multiple of 32 from 64 to 256, got 32",
     ),
     "sparse, a scale a token": (
         of_tiny_model(cache_dtype="int8_per_token", sparse=PageSelection(budget=80)),

@@ -54,9 +54,13 @@ class Case:
         return reference.paged_attention(*self.tensors(), **self.options)
 
     def spread(self) -> Tensor:
-        """sum w |v|."""
-        absolute = replace(self, value_cache=self.value_cache.float().abs())
-        return absolute.naive()[0]
+        """sum w |v|; of int4 sum w (scale |n - 8| + |zero|)."""
+        if "v_token_zeros" not in self.options:
+            return replace(self, value_cache=self.value_cache.float().abs()).naive()[0]
+        low, high = self.value_cache & 15, self.value_cache >> 4
+        low, high = ((8 + (n.int() - 8).abs()).clamp_max(15).byte() for n in (low, high))
+        absolute = {name: self.options[name].abs() for name in ("v_token_scales", "v_token_zeros")}
+        return replace(self.with_options(**absolute), value_cache=low | high << 4).naive()[0]
 
     def lost(self) -> float:
         """What decode on CUDA loses of a sum w v where V has a scale a token: its weights are in
@@ -64,7 +68,8 @@ class Case:
         scales = self.options.get("v_token_scales")
         if scales is None or not scales.is_cuda:
             return 0.0
-        return 2.0**-25 * max(self.seq_lens.tolist()) * 127 * scales.nan_to_num().max().item()
+        largest = 8 if "v_token_zeros" in self.options else 127
+        return 2.0**-25 * max(self.seq_lens.tolist()) * largest * scales.nan_to_num().max().item()
 
     def rounds_keys(self) -> bool:
         """A prompt's kernels on CUDA round K to 16 bits after scaling by tokens, as a cache of 16
@@ -190,6 +195,24 @@ def with_token_scales(case: Case, span: float = 4.0) -> Case:
     key_scales, value_scales = scales.to(device)
     options |= {"k_token_scales": key_scales, "v_token_scales": value_scales}
     return replace(case, options=options)
+
+
+def with_token_zeros(case: Case) -> Case:
+    """The case of an int8 cache with token scales, over int4: other elements of the same size, and
+    scales times 16; zeros of up to 8 scales, NaN in slots without a token."""
+    layout = case.options["layout"]
+    rows = reference.token_rows(case.value_cache, layout)
+    shape = *rows.shape[:3], rows.shape[3] // 2
+    key, value = (
+        to_layout(torch.randint(256, shape).byte(), layout, is_key).to(rows.device)
+        for is_key in (True, False)
+    )
+    options = {}
+    for name in ("k", "v"):
+        scales = 16 * case.options[f"{name}_token_scales"]
+        zeros = scales * (16 * torch.rand_like(scales) - 8)
+        options |= {f"{name}_token_scales": scales, f"{name}_token_zeros": zeros}
+    return replace(case.with_options(**options), key_cache=key, value_cache=value)
 
 
 def alone(case: Case, seq: int) -> tuple[Case, slice]:

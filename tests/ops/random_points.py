@@ -32,6 +32,7 @@ from paged_attention_cases import (
     make_case,
     per_head,
     with_token_scales,
+    with_token_zeros,
 )
 
 import vllm_kernels
@@ -92,7 +93,9 @@ def maybe_with_tree(case: Case) -> Case:
 def maybe_with_token_scales(case: Case) -> Case:
     if case.key_cache.dtype != torch.int8 or random.random() < 0.5:
         return case
-    return with_token_scales(case, random.choice([4.0, 1e6]))
+    scaled = with_token_scales(case, random.choice([4.0, 1e6]))
+    fits_int4 = case.query.shape[-1] in range(64, 257, 32)
+    return with_token_zeros(scaled) if fits_int4 and random.random() < 0.5 else scaled
 
 
 def fixed_split_case(device: str) -> Case:

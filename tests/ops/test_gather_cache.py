@@ -120,9 +120,11 @@ def paged(batch: Batch, layout: str, stored: torch.dtype, device: str, *, heads=
 
 
 def check_kv(batch: Batch, caches: list[Tensor], rows: list[Tensor], layout: str,
-             scales: tuple[Tensor | None, Tensor | None] = (None, None)) -> None:  # fmt: skip
+             scales: tuple[Tensor | None, Tensor | None] = (None, None),
+             zeros: tuple[Tensor | None, Tensor | None] = (None, None)) -> None:  # fmt: skip
     args = (*rows, *caches, batch.table, batch.cu)
     named = {"seq_starts": batch.starts, "k_scale": scales[0], "v_scale": scales[1]}
+    named |= {"k_zero": zeros[0], "v_zero": zeros[1]}
     want = reference.gather_paged_kv(*args, **named, layout=layout)
     vllm_kernels.gather_paged_kv(*args, **named, layout=layout)
     assert torch.equal(bits(rows[0]), bits(want[0])), "key"
@@ -170,6 +172,44 @@ def test_gather_paged_kv_of_strided_tensors(device, dtype, layout):
     check_kv(batch, [p[:, 1] for p in packed], [qkv[:, 1:3], qkv[:, 3:]], layout)
     unaligned = noise((2, batch.rows, 2 * 64 + 1), dtype, device)[..., 1:].unflatten(-1, (2, 64))
     check_kv(batch, [p[:, 0] for p in packed], list(unaligned), layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("size", "block"), [(64, 16), (96, 8), (128, 32), (192, 5), (256, 64)])
+def test_gather_int4(device, dtype, batch_name, layout, size, block):
+    """Bit for bit; scales and zeros of unused blocks may be anything."""
+    batch = Batch(device, *BATCHES[batch_name], block)
+    pages = paged(batch, layout, torch.int8, device, size=size // 2, block=block)
+    caches = [torch.randint_like(x.view(torch.uint8), 256) for x in pages]
+    scales, zeros = torch.randn(2, 2, batch.num_blocks, 2, block, device=device)
+    unused = torch.ones(batch.num_blocks, dtype=torch.bool)
+    unused[batch.table[batch.table < batch.num_blocks].long().cpu()] = False
+    scales[:, unused] = zeros[:, unused] = float("nan")
+    check_kv(batch, caches, rows_for(batch, 2, size, dtype, device), layout, (*scales,), (*zeros,))
+
+
+def test_bad_input_of_gathered_int4():
+    batch = Batch("cpu", [20])
+    rows = rows_for(batch, 2, 64, torch.float32, "cpu")
+    caches = paged(batch, "NHD", torch.uint8, "cpu", size=32)
+    of_tokens = torch.ones(4, batch.num_blocks, 2, 16)
+    good = dict(zip(("k_scale", "v_scale", "k_zero", "v_zero"), of_tokens))
+    narrow = [rows[0][..., :48], rows[1][..., :48]]
+    cases = [
+        (rows, caches, {"v_zero": None}, "k_zero: expected all of k_scale, v_scale, k_zero and v_"),
+        (rows, caches, {"k_scale": None}, "k_zero: expected all of k_scale, v_scale, k_zero and v"),
+        (rows, caches, {"k_zero": None, "v_zero": None}, "key_cache: expected .* got uint8"),
+        (rows, caches, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)},
+         r"k_scale: expected 3 dimensions, got shape \[1\]"),
+        (rows, caches, {"v_zero": of_tokens[3, :1]}, "v_zero: expected shape"),
+        (rows, [x.view(torch.int8) for x in caches], {}, "key_cache: expected uint8, got int8"),
+        (narrow, caches, {}, "key: expected a head_size of 64 to 256 in steps of 32 for an int"),
+    ]  # fmt: skip
+    for to, pages, changes, message in cases:
+        with raises("^gather_paged_kv: " + message):
+            vllm_kernels.gather_paged_kv(
+                *to, *pages, batch.table, batch.cu, layout="NHD", **good | changes
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

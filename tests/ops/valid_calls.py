@@ -173,8 +173,10 @@ class Paged:
         self.dtype, self.stored = dtype, stored or dtype
         self.layout = layout or choice(LAYOUTS)
         self.blocks, self.block_size, self.heads = 4, choice([8, 16]), choice([1, 2])
-        self.head_size = choice([32, 48])
-        sizes = (self.blocks, self.block_size, self.heads, self.head_size)
+        self.is_int4 = stored == torch.uint8
+        self.head_size = choice([64, 96] if self.is_int4 else [32, 48])
+        row = self.head_size // 2 if self.is_int4 else self.head_size
+        sizes = (self.blocks, self.block_size, self.heads, row)
         self.key, self.value = (
             to_layout(torch.randn(sizes).to(self.stored), self.layout, is_key)
             for is_key in (True, False)
@@ -193,6 +195,12 @@ class Paged:
             return {"k_scale": None, "v_scale": None}
         size = choice([1, self.heads])
         return {"k_scale": torch.rand(size) + 0.5, "v_scale": torch.rand(size) + 0.5}
+
+    def of_tokens(self, *names: str) -> Call:
+        """Scales, and zeros of int4, or None."""
+        some = torch.rand(len(names), self.blocks, self.heads, self.block_size)
+        last = len(names) if self.is_int4 else 2
+        return dict.fromkeys(names) | dict(zip(names[:last], (x.clone() for x in some)))
 
     def tables(self, lens: list[int]) -> Call:
         tables = torch.stack([torch.randperm(self.blocks) for _ in lens])
@@ -213,11 +221,11 @@ def write_cache(op: str) -> Call:
 
 @calls("reshape_and_cache_per_token_quant")
 def write_quantized_cache(op: str) -> Call:
-    cache, count = Paged(choice(FLOATS), torch.int8), choice([1, 4, 20])
-    scales = torch.rand(2, cache.blocks, cache.heads, cache.block_size)
+    cache = Paged(choice(FLOATS), choice([torch.int8, torch.uint8]))
+    count = choice([1, 4, 20])
     return {
-        **cache.tokens(count), **cache.caches(), "key_scales": scales[0].clone(),
-        "value_scales": scales[1].clone(), "slot_mapping": some_slots(count, cache.slots),
+        **cache.tokens(count), **cache.caches(), "slot_mapping": some_slots(count, cache.slots),
+        **cache.of_tokens("key_scales", "value_scales", "key_zeros", "value_zeros"),
         "layout": cache.layout,
     }  # fmt: skip
 
@@ -251,11 +259,14 @@ def gather_entries(op: str) -> Call:
 
 @calls("gather_paged_kv")
 def gather_pages(op: str) -> Call:
-    cache = Paged(choice(FLOATS), choice([None, *EIGHT_BITS.values()]))
+    cache = Paged(choice(FLOATS), choice([None, *EIGHT_BITS.values(), torch.uint8]))
+    scales = cache.scales()
+    if cache.is_int4:
+        scales = cache.of_tokens("k_scale", "v_scale", "k_zero", "v_zero")
     tables, count = gather_tables(cache.blocks, cache.block_size)
     tables["block_tables"] = tables.pop("block_table")
     return {
-        **cache.tokens(count), **cache.caches(), **tables, **cache.scales(), "layout": cache.layout,
+        **cache.tokens(count), **cache.caches(), **tables, **scales, "layout": cache.layout,
     }  # fmt: skip
 
 
@@ -462,7 +473,8 @@ def scores(heads: int) -> Call:
 
 @calls("paged_attention")
 def attend(op: str) -> Call:
-    cache, group = Paged(choice(FLOATS), choice([None, *EIGHT_BITS.values()])), choice([1, 2, 4])
+    cache = Paged(choice(FLOATS), choice([None, *EIGHT_BITS.values(), torch.uint8]))
+    group = choice([1, 2, 4])
     counts = choice([[1, 1, 1], [2, 0, 3]])
     tokens, heads = sum(counts), group * cache.heads
     query = torch.randn(tokens, heads, cache.head_size).to(cache.dtype)
@@ -474,10 +486,9 @@ def attend(op: str) -> Call:
             "kv_indptr": ints(0, cache.blocks, cache.blocks, cache.blocks + 2), "max_pages": 4,
         }  # fmt: skip
     scales = cache.scales()
-    if cache.key.dtype == torch.int8 and random.random() < 0.5:
-        of_tokens = torch.rand(2, cache.blocks, cache.heads, cache.block_size)
-        scales = {"k_scale": None, "v_scale": None,
-                  "k_token_scales": of_tokens[0], "v_token_scales": of_tokens[1]}  # fmt: skip
+    if cache.is_int4 or (cache.stored == torch.int8 and random.random() < 0.5):
+        names = "k_token_scales", "v_token_scales", "k_token_zeros", "v_token_zeros"
+        scales = {"k_scale": None, "v_scale": None, **cache.of_tokens(*names)}
     visible = {"sliding_window": choice([0, 5]), "window_right": choice([0, 0, -1, 3])}
     if random.random() < 0.2:
         words = torch.randint(256, (tokens,)).to(choice([torch.int32, torch.int64]))

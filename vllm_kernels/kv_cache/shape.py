@@ -19,10 +19,10 @@ CACHE_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
     "int8_per_token": torch.int8,
+    "int4_per_token": torch.uint8,
 }
-"""Names of 8-bit caches; "auto" is the model's dtype."""
+"""Names of caches with fewer bits, and what stores them; "auto" is the model's dtype."""
 
-_HEAD_SIZES = range(32, 257, 8)
 _MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _VECTOR_BYTES = 16  # of layout "vllm": bytes of a key per load
 
@@ -41,14 +41,16 @@ class KVShape:
         num_layers: whose keys and values a block holds, all layers of a group (of all, where there
             is one group).
         num_kv_heads: key/value heads of a layer.
-        head_size: a multiple of 8 from 32 to 256 (of 16 for an 8-bit cache).
+        head_size: a multiple of 8 from 32 to 256 (of 16 for an 8-bit cache). int4: a multiple of
+            32 from 64 to 256.
         dtype: of keys, values and queries: float32, float16 or bfloat16.
         block_size: tokens of a block, a power of two from 1 to 256.
         layout: "vllm", "NHD" or "HND", as :func:`vllm_kernels.paged_attention` has them.
-        cache_dtype: "auto" (dtype), or one of CACHE_DTYPES. "int8_per_token": every token and KV
-            head has a scale of its own, which the writer finds.
-        page_bounds: whether a block has bounds of its keys, which select_pages reads; not with
-            "int8_per_token".
+        cache_dtype: "auto" (dtype), or one of CACHE_DTYPES. "int8_per_token", "int4_per_token":
+            every token and KV head has a scale (int4: and a zero) of its own, which the writer
+            finds.
+        page_bounds: whether a block has bounds of its keys, which select_pages reads; not where
+            tokens have scales.
 
     Raises:
         Unsupported: a shape that the kernels do not support; it names the argument.
@@ -90,10 +92,11 @@ class KVShape:
             check(number >= 1, name, "at least 1", number, InvalidArgument)
         dtype = f"the {type(self.dtype).__name__} {self.dtype!r}"
         check(isinstance(self.dtype, torch.dtype), "dtype", "a torch.dtype", dtype, InvalidType)
-        step = 8 if self.cache_dtype == "auto" else 16
+        low, step = (64, 32) if self.has_token_zeros else (32, 16)
+        step = 8 if self.cache_dtype == "auto" else step
         check(
-            self.head_size in _HEAD_SIZES and self.head_size % step == 0,
-            "head size", f"a multiple of {step} from 32 to 256", self.head_size,
+            self.head_size in range(low, 257, step),
+            "head size", f"a multiple of {step} from {low} to 256", self.head_size,
         )  # fmt: skip
         check(self.dtype in _MODEL_DTYPES, "dtype", "float32, float16 or bfloat16", self.dtype)
         check(
@@ -117,25 +120,35 @@ class KVShape:
     @property
     def has_token_scales(self) -> bool:
         """Whether every token and KV head has scales of its own."""
-        return self.cache_dtype == "int8_per_token"
+        return self.cache_dtype.endswith("_per_token")
+
+    @property
+    def has_token_zeros(self) -> bool:
+        """Whether they have zeros, too: those of int4 caches."""
+        return self.cache_dtype == "int4_per_token"
+
+    @property
+    def row_elements(self) -> int:
+        """Of the cache, for a token's head_size values: int4 has two in an element."""
+        return self.head_size // 2 if self.has_token_zeros else self.head_size
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys, values, scales and bounds of its layers."""
+        """Bytes of one block: keys, values, scales, zeros and bounds of its layers."""
         bounds = 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
         layer = self.block_size * self.token_bytes + (bounds if self.page_bounds else 0)
         return self.num_layers * layer
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of a token in one layer, and its scales."""
-        head = self.head_size * self.stored_dtype.itemsize
-        scale = torch.float32.itemsize if self.has_token_scales else 0
-        return 2 * self.num_kv_heads * (head + scale)
+        """Keys and values of a token in one layer, and its scales and zeros."""
+        head = self.row_elements * self.stored_dtype.itemsize
+        floats = self.has_token_scales + self.has_token_zeros
+        return 2 * self.num_kv_heads * (head + floats * torch.float32.itemsize)
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of one layer's key cache and value cache."""
-        heads, size, block = self.num_kv_heads, self.head_size, self.block_size
+        heads, size, block = self.num_kv_heads, self.row_elements, self.block_size
         if self.layout == "vllm":
             pack = _VECTOR_BYTES // self.stored_dtype.itemsize
             return (num_blocks, heads, size // pack, block, pack), (num_blocks, heads, size, block)

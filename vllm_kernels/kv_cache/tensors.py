@@ -53,6 +53,7 @@ class KVCache:
         key_caches, value_caches: a tensor a layer; their contents are not initialised.
         key_scales, value_scales: a tensor a layer, float32 [num_blocks, num_kv_heads, block_size];
             empty unless shape.has_token_scales.
+        key_zeros, value_zeros: as the scales; empty unless shape.has_token_zeros.
         page_bounds: a tensor a layer, as :func:`vllm_kernels.page_bounds_update` has it; empty
             without shape.page_bounds. Every write keeps the bounds right.
 
@@ -105,8 +106,11 @@ class KVCache:
         self._keys, self._values, self._bounds, self._scales_of_tokens = pool
         self.key_caches = [self._keys[tensor] for tensor in of_layer]
         self.value_caches = [self._values[tensor] for tensor in of_layer]
-        scaled = [self._scales_of_tokens[tensor] for tensor in of_layer if shape.has_token_scales]
+        of_tokens = [self._scales_of_tokens[tensor] for tensor in of_layer]
+        scaled = [tensors for tensors in of_tokens if shape.has_token_scales]
+        shifted = [tensors for tensors in of_tokens if shape.has_token_zeros]
         self.key_scales, self.value_scales = [x[0] for x in scaled], [x[1] for x in scaled]
+        self.key_zeros, self.value_zeros = [x[2] for x in shifted], [x[3] for x in shifted]
         self.page_bounds = [self._bounds[tensor] for tensor in of_layer if shape.page_bounds]
         self._host_pool: list[Tensor] = []
         if num_host_blocks:
@@ -156,6 +160,7 @@ class KVCache:
         """Gives the memory back. The cache cannot be used afterwards."""
         self.key_caches, self.value_caches, self.page_bounds = [], [], []
         self.key_scales, self.value_scales, self._scales_of_tokens = [], [], []
+        self.key_zeros, self.value_zeros = [], []
         self._keys, self._values, self._bounds, self._host_pool = [], [], [], []
 
     # One layer of a forward pass.
@@ -169,10 +174,11 @@ class KVCache:
         """
         kc, vc = self._pages(layer)
         kind = self.shape.cache_dtype
-        if kind == "int8_per_token":
+        if kind == "int8_per_token" or kind == "int4_per_token":
+            zeros = (self.key_zeros[layer], self.value_zeros[layer]) if self.key_zeros else ()
             vllm_kernels.reshape_and_cache_per_token_quant(
                 key, value, kc, vc, self.key_scales[layer], self.value_scales[layer], slot_mapping,
-                self.shape.layout,
+                self.shape.layout, *zeros,
             )  # fmt: skip
             return
         scales = self._k_scales[layer], self._v_scales[layer]
@@ -444,8 +450,16 @@ class KVCache:
     def _scales_of(self, layer: int) -> dict[str, Any]:
         """Of an 8-bit cache; others have none."""
         if self.shape.has_token_scales:
-            scales = self.key_scales[layer], self.value_scales[layer]
-            return dict(zip(("k_token_scales", "v_token_scales"), scales))
+            scales = {
+                "k_token_scales": self.key_scales[layer],
+                "v_token_scales": self.value_scales[layer],
+            }
+            if not self.shape.has_token_zeros:
+                return scales
+            return scales | {
+                "k_token_zeros": self.key_zeros[layer],
+                "v_token_zeros": self.value_zeros[layer],
+            }
         if not self._is_quantized:
             return {}
         return {"k_scale": self._k_scales[layer], "v_scale": self._v_scales[layer]}
@@ -480,14 +494,15 @@ class KVCache:
 
     def _pool(
         self, num_blocks: int, device: torch.device, pinned: bool
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Keys, values and bounds, a tensor a layer; scales of tokens, of keys and of values."""
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[Tensor, ...]]]:
+        """Keys, values and bounds, a tensor a layer; for each layer the scales of tokens, of keys
+        and of values, then the zeros."""
         shape = self.shape
         stored, both = shape.stored_dtype, (num_blocks, shape.num_kv_heads, 2, shape.head_size)
         key_shape, value_shape = shape.cache_shapes(num_blocks)
         options: dict[str, Any] = {"device": device, "pin_memory": pinned}
         layers = range(shape.num_layers)
-        scaled = [layer for layer in layers if shape.has_token_scales]
+        floats = 2 * (shape.has_token_scales + shape.has_token_zeros)
         of_tokens = num_blocks, shape.num_kv_heads, shape.block_size
         try:
             return (
@@ -495,8 +510,8 @@ class KVCache:
                 [torch.empty(value_shape, dtype=stored, **options) for _ in layers],
                 [torch.empty(both, dtype=shape.dtype, **options)
                  for _ in layers if shape.page_bounds],
-                [(torch.empty(of_tokens, dtype=torch.float32, **options),
-                  torch.empty(of_tokens, dtype=torch.float32, **options)) for _ in scaled],
+                [tuple(torch.empty(of_tokens, dtype=torch.float32, **options)
+                       for _ in range(floats)) for _ in layers],
             )  # fmt: skip
         except RuntimeError as error:
             needed = num_blocks * self.shape.block_bytes
@@ -535,8 +550,8 @@ class KVCache:
         return list(scales.to(self.device).contiguous())
 
 
-def _flat(lists: Iterable[Iterable[Tensor | tuple[Tensor, Tensor]]]) -> list[Tensor]:
-    """All tensors of lists of tensors or of pairs."""
+def _flat(lists: Iterable[Iterable[Tensor | tuple[Tensor, ...]]]) -> list[Tensor]:
+    """All tensors of lists of tensors or of tuples."""
     return [
         tensor
         for each in lists

@@ -149,6 +149,8 @@ def gather_paged_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     layout: Layout = "vllm",
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
 ) -> None:
     """Gathers the K and V of paged sequences, of any layout, into rows, for attention kernels that
     read contiguous keys.
@@ -170,6 +172,9 @@ def gather_paged_kv(
             [num_blocks, num_kv_heads, block_size] (written by
             :func:`reshape_and_cache_per_token_quant`); None stands for 1.
         layout: "vllm", "NHD" or "HND".
+        k_zero, v_zero: for int4 caches, which are uint8 of head_size / 2 elements a row: float32
+            [num_blocks, num_kv_heads, block_size], as the scales then are. An element is
+            ``(n - 8) * scale + zero``.
 
     Raises:
         RuntimeError: as :func:`cp_gather_cache`.
@@ -187,5 +192,5 @@ def gather_paged_kv(
     """
     call.gather_paged_kv(
         key, value, key_cache, value_cache, block_tables, cu_seq_lens, seq_starts, k_scale,
-        v_scale, layout,
+        v_scale, layout, k_zero, v_zero,
     )  # fmt: skip

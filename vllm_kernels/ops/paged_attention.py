@@ -64,6 +64,8 @@ def paged_attention(
     k_token_scales: Tensor | None = ...,
     v_token_scales: Tensor | None = ...,
     tree_mask: Tensor | None = ...,
+    k_token_zeros: Tensor | None = ...,
+    v_token_zeros: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -99,6 +101,8 @@ def paged_attention(
     k_token_scales: Tensor | None = ...,
     v_token_scales: Tensor | None = ...,
     tree_mask: Tensor | None = ...,
+    k_token_zeros: Tensor | None = ...,
+    v_token_zeros: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -134,6 +138,8 @@ def paged_attention(
     k_token_scales: Tensor | None = ...,
     v_token_scales: Tensor | None = ...,
     tree_mask: Tensor | None = ...,
+    k_token_zeros: Tensor | None = ...,
+    v_token_zeros: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -168,6 +174,8 @@ def paged_attention(
     k_token_scales: Tensor | None = None,
     v_token_scales: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    k_token_zeros: Tensor | None = None,
+    v_token_zeros: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of any query tokens to the pages of their sequences, causal by default.
 
@@ -192,6 +200,7 @@ def paged_attention(
     Args:
         query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; the stride between
             tokens is free. head_size: a multiple of 8 (of 16 for an 8-bit cache) from 32 to 256.
+            int4: a multiple of 32 from 64 to 256.
         key_cache, value_cache: dtype of query, float8_e4m3fn, float8_e5m2 or int8. By layout:
 
             - "vllm": K [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes'
@@ -199,6 +208,7 @@ def paged_attention(
             - "NHD": [num_blocks, block_size, num_kv_heads, head_size]; last dimension contiguous
             - "HND": [num_blocks, num_kv_heads, block_size, head_size]; last dimension contiguous
 
+            int4: uint8, of head_size / 2 elements in place of head_size, with k_token_zeros.
             All other strides are free: slices of a packed tensor need no copy. block_size is a
             power of two from 1 to 256; num_heads is a multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks_per_seq] int32; ids of invisible blocks (past the
@@ -249,16 +259,19 @@ def paged_attention(
             last_page_len[i] tokens in the last one. Without pages it gives 0. Ids of no sequence
             are ignored.
         max_pages: a bound on a sequence's pages in CSR form; None: num_page_ids.
-        k_token_scales, v_token_scales: of an int8 cache that has a scale a token and KV head, as
-            :func:`reshape_and_cache_per_token_quant` writes it: float32 [num_blocks, num_kv_heads,
-            block_size], the two outer strides are free. Both or neither, and then k_scale and
-            v_scale are None. They may be any floats: a scale that is NaN makes NaN of the query
-            tokens that see its token.
+        k_token_scales, v_token_scales: of an int8 or int4 cache that has a scale a token and KV
+            head, as :func:`reshape_and_cache_per_token_quant` writes it: float32 [num_blocks,
+            num_kv_heads, block_size], the two outer strides are free. Both or neither, and then
+            k_scale and v_scale are None. They may be any floats: a scale that is NaN makes NaN of
+            the query tokens that see its token.
         tree_mask: [num_tokens] int32, uint32, int64 or uint64, for a tree of draft tokens. Bit j of
             a query token's word says whether it sees the query token j of its sequence; later ones
             it never sees. It sees itself and all tokens before the query tokens in any case. The
             positions that ALiBi counts are those of the cache. max_query_len is at most the bits of
             a word; causal, without a window. (Tree attention: Miao et al. 2024, arXiv:2305.09781.)
+        k_token_zeros, v_token_zeros: of an int4 cache, as its scales and with their strides. They
+            say that the bytes of a uint8 cache are int4: an element is ``(n - 8) * scale + zero``.
+            They may be any floats, as scales.
 
     Warning:
         On CUDA a call may never end if seq_lens or query_start_loc change while it runs, or if
@@ -299,7 +312,8 @@ def paged_attention(
         and alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
         and workspace is None and causal and not (fixed_split_size or kv_ready)
         and kv_indptr is None and k_token_scales is None and v_token_scales is None
-        and tree_mask is None and not is_dynamo_compiling()
+        and tree_mask is None and k_token_zeros is None and v_token_zeros is None
+        and not is_dynamo_compiling()
     ):  # fmt: skip
         try:  # fewer arguments, and an op that makes its result: 3 us less
             if not modes_are_on():
@@ -323,7 +337,7 @@ def paged_attention(
         inference_only(
             "paged_attention",
             out, query, key_cache, value_cache, alibi_slopes, sinks, k_scale, v_scale,
-            k_token_scales, v_token_scales,
+            k_token_scales, v_token_scales, k_token_zeros, v_token_zeros,
         )  # fmt: skip
     if not isinstance(query, Tensor):
         raise refused("paged_attention", TypeError(), {"query": query})
@@ -348,6 +362,11 @@ def paged_attention(
         zero_unowned = out is None and query_start_loc is not None
         if tree_mask is not None or zero_unowned:
             last = kv_indptr, max_pages, k_token_scales, v_token_scales, tree_mask, zero_unowned
+        if k_token_zeros is not None or v_token_zeros is not None:
+            last = (
+                kv_indptr, max_pages, k_token_scales, v_token_scales, tree_mask, zero_unowned,
+                k_token_zeros, v_token_zeros,
+            )  # fmt: skip
         if scale is None:
             scale = max(1, query.shape[-1]) ** -0.5
         if max_query_len is None:

@@ -116,28 +116,40 @@ def reshape_and_cache_per_token_quant(
     value_scales: Tensor,
     slot_mapping: Tensor,
     layout: Layout = "vllm",
+    key_zeros: Tensor | None = None,
+    value_zeros: Tensor | None = None,
 ) -> None:
-    """Writes new keys and values into int8 caches, with one scale a token and head.
+    """Writes new keys and values into int8 or int4 caches, with one scale a token and head.
 
-    A row x of head_size values is stored as ``x / scale``, to nearest even, with
+    int8: a row x of head_size values is stored as ``x / scale``, to nearest even, with
     ``scale = max|x| / 127``: its error is at most scale / 2 an element, regardless of the other
     tokens. A row of zeros has scale 0. A row with a NaN or an infinity gets such a scale, so that
     it reads as NaN, and no other row does.
 
-    The scales are separate from the pages, [num_blocks, num_kv_heads, block_size]: copy and swap
-    them with their blocks. :func:`gather_paged_kv` reads such a cache; attention over it is later
-    work (``paged_attention`` takes one scale, or one a KV head).
+    int4, where zeros are given: a row has a zero, too, and ``(n - 8) * scale + zero`` for n from 0
+    to 15 are 16 evenly spaced values from min x to max x. Each x becomes the nearest of them, again
+    with an error of at most about scale / 2. A constant row is exact, with scale 0. A row with a
+    NaN or an infinity, or with a difference that float32 does not hold, gets scale and zero NaN.
+    (The convention is that of ``torch._weight_int4pack_mm``; here the zero is in float32.)
+
+    Scales and zeros are separate from the pages: copy and swap them with their blocks.
+    :func:`paged_attention` and :func:`gather_paged_kv` read such a cache.
 
     Args:
-        key, value, slot_mapping: as :func:`reshape_and_cache`.
+        key, value, slot_mapping: as :func:`reshape_and_cache`. int4: head_size is 64 to 256, in
+            steps of 32.
         key_cache, value_cache: int8, in ``layout``, written. "vllm", or "NHD" [num_blocks,
             block_size, num_kv_heads, head_size], or "HND" [num_blocks, num_kv_heads, block_size,
-            head_size]; free strides as :func:`vllm_kernels.paged_attention` has them.
+            head_size]; free strides as :func:`vllm_kernels.paged_attention` has them. int4: uint8
+            of head_size / 2 elements in place of head_size. Byte d of a row has n of value d in its
+            low 4 bits, and n of value d + head_size / 2 in its high 4 bits.
         key_scales, value_scales: [num_blocks, num_kv_heads, block_size] float32, last stride 1,
             written.
+        key_zeros, value_zeros: None for int8. For int4 as the scales, with their strides.
 
     Raises:
-        RuntimeError: as :func:`reshape_and_cache`.
+        RuntimeError: as :func:`reshape_and_cache`; for zeros with other strides than their scales,
+            and for one of the two without the other.
 
     Example:
         >>> key_cache, value_cache = torch.zeros(2, 4, 16, 1, 64, dtype=torch.int8)
@@ -149,7 +161,17 @@ def reshape_and_cache_per_token_quant(
         ... )
         >>> key_cache[1, 1, 0, 0].item(), key_scales[1, 0, 1].item()
         (127, 1.0)
+        >>> key_cache, value_cache = torch.zeros(2, 4, 16, 1, 32, dtype=torch.uint8)  # int4
+        >>> key_zeros, value_zeros = torch.zeros(2, 4, 1, 16)
+        >>> key[..., 0] = 112.0
+        >>> vllm_kernels.reshape_and_cache_per_token_quant(
+        ...     key, value, key_cache, value_cache, key_scales, value_scales,
+        ...     torch.tensor([17]), "NHD", key_zeros, value_zeros,
+        ... )
+        >>> key_scales[1, 0, 1].item(), key_zeros[1, 0, 1].item()
+        (1.0, 120.0)
     """
     call.reshape_and_cache_per_token_quant(
-        key, value, key_cache, value_cache, key_scales, value_scales, slot_mapping, layout
-    )
+        key, value, key_cache, value_cache, key_scales, value_scales, slot_mapping, layout,
+        key_zeros, value_zeros,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .cache import FP8, token_rows, write_tokens
+from .cache import FP8, int4_values, token_rows, write_tokens
 from .rotary import rope_and_cache
 
 Keys: TypeAlias = Callable[[int, int, int], tuple[Tensor, Tensor]]
@@ -84,11 +84,18 @@ def naive_paged_attention(
     return out
 
 
-def _head_tokens(cache: Tensor, layout: str, pages: Tensor, scale: Tensor | None) -> Tensor:
+def _head_tokens(
+    cache: Tensor, layout: str, pages: Tensor, scale: Tensor | None, zero: Tensor | None
+) -> Tensor:
     """The values of the pages of one sequence, [num_kv_heads, tokens, head_size] in float64."""
     if scale is not None and scale.dim() == 3:  # a scale a token and head
         scale = scale[pages].transpose(0, 1).flatten(1)
-    return _scaled(token_rows(cache[pages], layout).double().flatten(0, 1).transpose(0, 1), scale)
+    rows = token_rows(cache[pages], layout)
+    rows = rows if zero is None else int4_values(rows)
+    tokens = _scaled(rows.double().flatten(0, 1).transpose(0, 1), scale)
+    if zero is None:
+        return tokens
+    return tokens + zero[pages].transpose(0, 1).flatten(1)[..., None].double()
 
 
 def _scaled(tokens: Tensor, scale: Tensor | None) -> Tensor:
@@ -106,6 +113,8 @@ def _paged_keys(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     layout: str,
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
 ) -> Keys:
     block_size = token_rows(value_cache[:0], layout).shape[1]
 
@@ -114,8 +123,8 @@ def _paged_keys(
         pages = block_tables[seq, read].long()
         inside = slice(first - read.start * block_size, end - read.start * block_size)
         return (
-            _head_tokens(key_cache, layout, pages, k_scale)[:, inside],
-            _head_tokens(value_cache, layout, pages, v_scale)[:, inside],
+            _head_tokens(key_cache, layout, pages, k_scale, k_zero)[:, inside],
+            _head_tokens(value_cache, layout, pages, v_scale, v_zero)[:, inside],
         )
 
     return keys_of
@@ -157,6 +166,8 @@ def paged_attention(
     k_token_scales: Tensor | None = None,
     v_token_scales: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    k_token_zeros: Tensor | None = None,
+    v_token_zeros: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Query tokens attend to the pages of their sequence -> (out, lse) in float64.
 
@@ -169,7 +180,10 @@ def paged_attention(
     if kv_indptr is not None:
         block_size = token_rows(value_cache[:0], layout).shape[1]
         block_tables, seq_lens = table_of_page_list(kv_indptr, block_tables, seq_lens, block_size)
-    keys_of = _paged_keys(key_cache, value_cache, block_tables, k_scale, v_scale, layout)
+    keys_of = _paged_keys(
+        key_cache, value_cache, block_tables, k_scale, v_scale, layout, k_token_zeros,
+        v_token_zeros,
+    )  # fmt: skip
     right = 0 if causal else window_right
     starts = list(range(len(query) + 1)) if query_start_loc is None else query_start_loc.tolist()
     return _attention(

@@ -127,6 +127,21 @@ def _int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return to_int8(x, torch.where(scale > 0, scale, 1.0)[..., None]), scale
 
 
+def _int4_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """uint8 rows [..., head_size / 2], and scale and zero of each, [...]."""
+    x = x.float()
+    low, high = x.amin(-1), x.amax(-1)
+    span = high - low
+    scale = span / torch.tensor(15.0, device=x.device)
+    is_flat = scale < 2.0**-100
+    scale = scale.masked_fill(is_flat, 0.0).masked_fill(~span.isfinite(), torch.nan)
+    inverse = (1.0 / scale)[..., None]
+    n = ((x - low[..., None]) * inverse).round().clamp_max(15.0)
+    n = torch.where(scale[..., None] > 0, n, 8.0).to(torch.uint8)
+    first, second = n.chunk(2, -1)
+    return first | second << 4, scale, low + 8.0 * scale
+
+
 def reshape_and_cache_per_token_quant(
     key: Tensor,
     value: Tensor,
@@ -136,17 +151,24 @@ def reshape_and_cache_per_token_quant(
     value_scales: Tensor,
     slot_mapping: Tensor,
     layout: str = "vllm",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The caches and scales afterwards."""
-    k, k_scales = _int8_rows(key)
-    v, v_scales = _int8_rows(value)
+    key_zeros: Tensor | None = None,
+    value_zeros: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The caches and scales afterwards, and the zeros where there are some."""
+    of_tokens = [key_scales, value_scales]
+    if key_zeros is None or value_zeros is None:
+        (k, *k_parts), (v, *v_parts) = _int8_rows(key), _int8_rows(value)
+    else:
+        (k, *k_parts), (v, *v_parts) = _int4_rows(key), _int4_rows(value)
+        of_tokens += [key_zeros, value_zeros]
     keys = _put(key_cache, k, slot_mapping, layout)
     values = _put(value_cache, v, slot_mapping, layout)
-    key_scales, value_scales = key_scales.clone(), value_scales.clone()
+    of_tokens = [x.clone() for x in of_tokens]
     tokens, blocks, places = _last_of_each_slot(slot_mapping, key_scales.size(-1))
-    key_scales[blocks, :, places] = k_scales[tokens]
-    value_scales[blocks, :, places] = v_scales[tokens]
-    return keys, values, key_scales, value_scales
+    written = [part for pair in zip(k_parts, v_parts) for part in pair]
+    for of_token, rows in zip(of_tokens, written):
+        of_token[blocks, :, places] = rows[tokens]
+    return keys, values, *of_tokens
 
 
 def _gather(cache: Tensor, rows: Tensor, block_table: Tensor, cu_seq_lens: Tensor,
@@ -215,6 +237,11 @@ def token_rows(cache: Tensor, layout: str) -> Tensor:
     return cache.permute(0, 3, 1, 2)
 
 
+def int4_values(packed: Tensor) -> Tensor:
+    """n - 8 of the bytes of an int4 cache, [..., elements] -> float32 [..., 2 * elements]."""
+    return torch.cat([packed & 15, packed >> 4], -1).float() - 8.0
+
+
 def gather_paged_kv(
     key: Tensor,
     value: Tensor,
@@ -227,19 +254,25 @@ def gather_paged_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     layout: str = "vllm",
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """key and value afterwards."""
 
-    def gathered(rows: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
+    def gathered(rows: Tensor, cache: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
         pages = token_rows(cache, layout)
         if scale is not None and scale.dim() == 3:  # a scale a token and head
             scale = scale.transpose(1, 2)[..., None]
         elif scale is not None:
             scale = scale.reshape(-1, 1)
+        if zero is not None:
+            pages = int4_values(pages)
         wide = pages if scale is None else _dequantized(pages, scale)
+        if zero is not None:
+            wide = wide + zero.transpose(1, 2)[..., None]
         return _gather(wide, rows, block_tables, cu_seq_lens, seq_starts)
 
-    return gathered(key, key_cache, k_scale), gathered(value, value_cache, v_scale)
+    return gathered(key, key_cache, k_scale, k_zero), gathered(value, value_cache, v_scale, v_zero)
 
 
 def concat_and_cache_mla(

@@ -57,8 +57,8 @@ inline void epilogue(const PagedAttentionParams& p, int64_t token, int32_t head,
   const int32_t kv_head = head / (p.num_heads / p.kv.num_kv_heads);
   const float scale =
       row.row_sum == 0.0f ? 0.0f : rescale * scale_of(p.kv, false, kv_head) / row.row_sum;
-  const int64_t at = token * p.out_stride + static_cast<int64_t>(head) * p.kv.head_size;
-  store_row(p.dtype, p.out, at, row.acc, scale, p.kv.head_size);
+  const int64_t at = token * p.out_stride + static_cast<int64_t>(head) * p.head_size();
+  store_row(p.dtype, p.out, at, row.acc, scale, p.head_size());
 }
 
 inline void epilogue(const PagedAttentionParams& p, const TileRows& rows, int row,
@@ -71,7 +71,7 @@ inline void epilogue(const PagedAttentionParams& p, const TileRows& rows, int ro
 template <typename State>
 inline void end_split(const AttentionPlan& plan, int64_t task, bool starts_tile, bool ends_tile,
                       const TileRows& rows, const State& state_of) {
-  const int head_size = plan.params.kv.head_size;
+  const int head_size = plan.params.head_size();
   for (int row = 0; row < rows.count; ++row) {
     const RowState state = state_of(row);
     if (starts_tile && ends_tile) {

@@ -7,6 +7,7 @@
 #include "cpu/attention/epilogue.h"
 #include "cpu/attention/packed_gemm.h"
 #include "cpu/attention/paged_attention.h"
+#include "cpu/base/int4.h"
 #include "cpu/base/int8.h"
 #include "cpu/base/vec.h"
 
@@ -33,7 +34,7 @@ class KvBlockLoader {
       kPairs<Cache> ? kKvBlockTokens / 2 : kKvBlockTokens;  // of a column of V
 
   explicit KvBlockLoader(const PagedAttentionParams& params)
-      : stride((params.kv.head_size + kLanes - 1) / kLanes * kLanes), p_(params), kv_(params.kv) {
+      : stride((params.head_size() + kLanes - 1) / kLanes * kLanes), p_(params), kv_(params.kv) {
     for (float& element : staged) element = 0.0f;
   }
 
@@ -98,7 +99,7 @@ class KvBlockLoader {
         return;
       }
     }
-    upcast(from, kv_.head_size, to);
+    upcast(from, kv_.head_values() / kValues<T>, to);
   }
 
   // K as [words][kKvBlockTokens].
@@ -154,7 +155,7 @@ class KvBlockLoader {
         return;
       }
       for (int d = 0; d < kv_.head_size; ++d, value += kv_.value_dim_stride) {
-        upcast_column(value, slots, staged + d * kKvBlockTokens + at);
+        upcast_column(value, slots, staged + d * kKvBlockTokens + at, kKvBlockTokens);
       }
     });
   }
@@ -192,14 +193,14 @@ class KvBlockLoader {
 
   // Layout vllm: V's columns as [stride][kWords] in `packed`.
   void copy_columns(const QueryTile& tile, KvBlock kv_block) {
-    for (int i = kv_.head_size * kWords; i < stride * kWords; ++i) packed[i] = 0.0f;
+    for (int i = kv_.head_values() * kWords; i < stride * kWords; ++i) packed[i] = 0.0f;
     for_each_address<false>(tile, kv_block, [&](const Cache* value, int slots, int at) {
       for (int d = 0; d < kv_.head_size; ++d, value += kv_.value_dim_stride) {
         float* to = packed + d * kWords;
         if constexpr (kPairs<Cache>) {
           copy_elements(reinterpret_cast<Cache*>(to) + at, value, slots);
         } else {
-          upcast_column(value, slots, to + at);
+          upcast_column(value, slots, to + at, kWords);
         }
       }
     });
@@ -223,8 +224,17 @@ class KvBlockLoader {
   // Two vectors of bfloat16 values, held as floats, become one vector of pairs.
   static Vec join_pair(Vec low, Vec high) { return as_float(as_bits(low) >> 16 | as_bits(high)); }
 
-  static void upcast_column(const Cache* from, int slots, float* to) {
-    for_each_vector(0, slots, [&](int64_t i, auto n) { store(to + i, load(from + i, n), n); });
+  // One dimension of V. `column_stride`: between dimensions.
+  void upcast_column(const Cache* from, int slots, float* to, int column_stride) const {
+    for_each_vector(0, slots, [&](int64_t i, auto n) {
+      if constexpr (kValues<Cache> == 2) {  // two dimensions, head_size apart
+        const VecPair values = load_values(from + i, n);
+        store(to + i, values.a, n);
+        store(to + kv_.head_size * column_stride + i, values.b, n);
+      } else {
+        store(to + i, load(from + i, n), n);
+      }
+    });
   }
 
   const PagedAttentionParams& p_;

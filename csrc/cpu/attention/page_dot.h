@@ -62,14 +62,15 @@ constexpr int key_vectors() {
 }
 
 // Packs the query of H heads as [chunk][operand][head][lane], the order of the inner loop.
-//   rows: [H][head_size] floats
+//   rows: [H][values] floats, for K of head_size elements
 template <typename T, int H>
 inline void pack_query(const float* rows, int head_size, float* packed) {
   using Keys = KeyLanes<T>;
   for (int d = 0; d < head_size; d += Keys::kChunk) {
     for (int operand = 0; operand < Keys::kOperands; ++operand) {
       for (int head = 0; head < H; ++head, packed += Keys::kWidth) {
-        Keys::pack(rows + head * head_size + d, operand, packed);
+        const int values = head * kValues<T> + operand % kValues<T>;
+        Keys::pack(rows + values * head_size + d, operand / kValues<T>, packed);
       }
     }
   }
@@ -164,17 +165,19 @@ inline void copy_tail(const char* const* rows, int64_t stride, int count, int he
 }
 
 // out[d][head] = out[d][head] * rescale + sum over tokens of V[d][token] * p[head][token]. A vector
-// of out is [H][kLanes / H]. Prefetches K of `ahead`.
+// of out is [H][kLanes / H]. Prefetches K of `ahead`. The values of an element are neighbours in
+// `d`.
 //   probs: [loads][kOperands][H] vectors of ValueLanes::pack(); rescale: in the lanes of out
 //   ahead: the next block, or this one after the last
 template <typename T, int H, int kPagesPerLoad, bool prefetch>
 inline void add_values(const ValueRows& from, const typename ValueLanes<T>::Operand* probs,
-                       Vec rescale, int head_size, const PageBlock& ahead, Vec* out) {
+                       Vec rescale, int values, const PageBlock& ahead, Vec* out) {
   using Values = ValueLanes<T>;
   using Operand = typename Values::Operand;
   constexpr int kDims = kLanes / H;
-  const int dim_blocks = (head_size + kDims - 1) / kDims;
-  constexpr int kFetchBytes = kDims * Values::kBytes / kPagesPerLoad;  // of K, as many as of V
+  const int dim_blocks = (values + kDims - 1) / kDims;
+  // Of K, as many as of V.
+  constexpr int kFetchBytes = kDims * Values::kBytes / kPagesPerLoad / kValues<T>;
   const int steps = from.loads > 0 ? from.loads * kPagesPerLoad : 1;
   PrefetchOrder order(ahead.key, ahead.pages, steps, kFetchBytes);
 
@@ -183,16 +186,23 @@ inline void add_values(const ValueRows& from, const typename ValueLanes<T>::Oper
 #pragma GCC unroll 16
     for (int i = 0; i < kDims; ++i) {
       int d = dim_block * kDims + i;
-      if (H < 4 && d >= head_size) d = head_size - 1;  // a duplicate, not used
-      offset[i] = d * from.stride;
-      tail_offset[i] = d * from.tail_stride;
+      if (H < 4 && d >= values) d = values - 1;  // a duplicate, not used
+      offset[i] = d / kValues<T> * from.stride;
+      tail_offset[i] = d / kValues<T> * from.tail_stride;
     }
     Vec acc[H][kDims] = {};
     const Operand* prob = probs;
     const auto add = [&](const auto& raw) {
       Operand operands[kDims][Values::kOperands];
 #pragma GCC unroll 16
-      for (int i = 0; i < kDims; ++i) Values::upcast(raw(i), operands[i]);
+      for (int i = 0; i < kDims; ++i) {
+        if constexpr (kValues<T> == 2) {
+          const int first = kDims == 1 ? i : i / 2 * 2;  // an address that both values share
+          Values::upcast(raw(first), (dim_block * kDims + i) % 2, operands[i]);
+        } else {
+          Values::upcast(raw(i), operands[i]);
+        }
+      }
 #pragma GCC unroll 2
       for (int operand = 0; operand < Values::kOperands; ++operand) {
 #pragma GCC unroll 4

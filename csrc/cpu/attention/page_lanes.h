@@ -5,6 +5,7 @@
 // cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/fp8.h"
+#include "cpu/base/int4.h"
 #include "cpu/base/vec_pairs.h"
 
 namespace vllm_kernels::cpu {
@@ -210,6 +211,20 @@ template <>
 struct KeyLanes<Fp8E5M2> : Fp8KeyLanes<Fp8E5M2> {};
 #endif
 
+// The low bits of a vector of elements come first, then the high bits.
+template <>
+struct KeyLanes<Int4x2> : FloatKeyLanes<Int4x2> {
+  static constexpr int kOperands = 2 * FloatKeyLanes<Int4x2>::kOperands;
+
+  static void load_operands(const Int4x2* from, Vec* operands) {
+    for (int i = 0; i < kOperands; i += 2) {
+      const VecPair values = load_values(from + i / 2 * kLanes);
+      operands[i] = values.a;
+      operands[i + 1] = values.b;
+    }
+  }
+};
+
 // --- V -------------------------------------------------------------------------------------------
 
 // A vector of `bytes` bytes. GCC ignores a vector_size that depends on a template parameter.
@@ -317,6 +332,16 @@ struct ValueLanes<Fp8E4M3> : Fp8ValueLanes<Fp8E4M3> {};
 template <>
 struct ValueLanes<Fp8E5M2> : Fp8ValueLanes<Fp8E5M2> {};
 #endif
+
+// One half of the elements: 0 for the low bits, 1 for the high ones.
+template <>
+struct ValueLanes<Int4x2> : FloatValueLanes<Int4x2> {
+  static void upcast(Raw<kBytes> raw, int half, Vec* operands) {
+    Int4x2 elements[kLanes];
+    store_raw(elements, raw);
+    operands[0] = int4_values(load_bits(elements) >> (4 * half));
+  }
+};
 
 #undef VLLM_KERNELS_SHUFFLE_QUADS
 

@@ -50,7 +50,7 @@ class PagedAttentionTask {
         p_(plan.params),
         kv_(plan.params.kv),
         task_(task),
-        head_size_(kv_.head_size),
+        head_size_(p_.head_size()),
         loader_(plan.params),
         stride_(loader_.stride),
         token_scales_(p_) {}
@@ -78,6 +78,7 @@ class PagedAttentionTask {
                    {.first = static_cast<int32_t>(token), .count = kv_block_size(last - token)},
                    {.first = static_cast<int32_t>(next), .count = kv_block_size(last - next)});
     }
+    if constexpr (kHasTokenZeros<Cache>) add_zeros(tile.queries * tile.heads);
     end_split(plan_, task_, starts, ends, tile.rows(), [&](int row) -> RowState {
       return {row_max_[row], row_sum_[row], row_sum_[row], out_ + row * stride_};
     });
@@ -98,13 +99,24 @@ class PagedAttentionTask {
       }
     });
     for (int row = 0; row < rows; ++row) {
-      row_sum_[row] = 0.0f;
+      row_sum_[row] = zero_sum_[row] = 0.0f;
       row_max_[row] = -kInfinity;
+      if constexpr (kHasTokenZeros<Cache>) {
+        query_sum_[row] = p_.scale * sum_of(query_ + row * words, head_size_);
+      }
     }
     const int buffer_rows = packed_ ? rows + kMaxBlockRows : rows;  // whole gemm blocks
     for (int i = rows * words; i < buffer_rows * words; ++i) query_[i] = 0.0f;
     for (int i = 0; i < buffer_rows * stride_; ++i) out_[i] = 0.0f;
     score_scale_ = p_.scale * scale_of(kv_, true, tile.kv_head);
+  }
+
+  // Adds the sums of p times V's zero, which are the same in every dimension.
+  void add_zeros(int rows) {
+    for (int row = 0; row < rows; ++row) {
+      float* out = out_ + row * stride_;
+      for (int d = 0; d < stride_; d += kLanes) store(out + d, load(out + d) + zero_sum_[row]);
+    }
   }
 
   // Prefetches V while K is multiplied, and the next K while V is multiplied.
@@ -155,12 +167,12 @@ class PagedAttentionTask {
     loader_.template row_pointers<true>(tile, kv_block, keys_);
     loader_.template row_pointers<false>(tile, kv_block, values_);
     loader_.template row_pointers<true>(tile, next, next_keys_);
-    const int bytes = head_size_ * static_cast<int>(sizeof(Cache));
+    const int bytes = kv_.head_size * static_cast<int>(sizeof(Cache));
     LinePrefetcher values(values_, kv_block.count, bytes), next_keys(next_keys_, next.count, bytes);
     const int begin = any.begin / kLanes * kLanes;
     for_prefetching_row_blocks(0, rows, [&](auto num_rows, auto prefetches, int row) {
       score_token_rows<FloatTokenLanes<Cache>, num_rows, prefetches>(
-          keys_ + begin, 0, any.end - begin, head_size_, query_ + row * stride_, stride_, 1.0f,
+          keys_ + begin, 0, any.end - begin, kv_.head_size, query_ + row * stride_, stride_, 1.0f,
           values, probs_ + row * kKvBlockTokens + begin, kKvBlockTokens);
     });
     values.finish();
@@ -174,7 +186,7 @@ class PagedAttentionTask {
       if (visible.begin >= visible.end) continue;
       for_prefetching_row_blocks(first, first + step, [&](auto num_rows, auto prefetches, int row) {
         add_token_rows<FloatTokenLanes<Cache>, num_rows, prefetches>(
-            values_ + visible.begin, 0, visible.end - visible.begin, head_size_,
+            values_ + visible.begin, 0, visible.end - visible.begin, kv_.head_size,
             probs_ + row * kKvBlockTokens + visible.begin, kKvBlockTokens, rescale_ + row,
             next_keys, out_ + row * stride_, stride_);
       });
@@ -321,19 +333,25 @@ class PagedAttentionTask {
 #pragma GCC unroll 4
     for (int i = 0; i < kKvBlockVectors; ++i) {
       all[i] = load(scores + i * kLanes) * score_scale_;
-      if (token_scales_.any()) all[i] *= token_scales_.key(i * kLanes);
+      if (token_scales_.any()) {
+        all[i] = token_scales_.score(i * kLanes, all[i], query_sum_[row]);
+      }
       lane_max = maximum(all[i], lane_max);
     }
     const float new_max = raised_max(row, lane_max);
     const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
+    Vec zeros = {};
 #pragma GCC unroll 4
     for (int i = 0; i < kKvBlockVectors; ++i) {
       all[i] = exp(all[i] - shift);
       sums += all[i];
+      if constexpr (kHasTokenZeros<Cache>) {
+        zeros = fma(all[i], token_scales_.value_zero(i * kLanes), zeros);
+      }
       if (token_scales_.any()) all[i] *= token_scales_.value(i * kLanes);
     }
     store_probs(row, all);
-    update_row(row, new_max, sums);
+    update_row(row, new_max, sums, zeros);
   }
 
   // row_max with the scores of a KV block.
@@ -341,12 +359,15 @@ class PagedAttentionTask {
     lane_max = reduce_lanes(lane_max, [](Vec a, Vec b) { return maximum(a, b); });
     return lane_max[0] > row_max_[row] ? lane_max[0] : row_max_[row];
   }
-  // Sets row_max and adds the sums of a KV block's p to row_sum.
-  void update_row(int row, float new_max, Vec sums) {
+  // Sets row_max and adds the sums of a KV block's p to row_sum, those of p times zero to zero_sum.
+  void update_row(int row, float new_max, Vec sums, Vec zeros) {
     rescale_[row] = rescale_factor(row_max_[row], new_max);
     row_max_[row] = new_max;
     sums = reduce_lanes(sums, [](Vec a, Vec b) { return a + b; });
     row_sum_[row] = row_sum_[row] * rescale_[row] + sums[0];
+    if constexpr (kHasTokenZeros<Cache>) {
+      zero_sum_[row] = zero_sum_[row] * rescale_[row] + sum(zeros);
+    }
   }
 
   // Stores a row of p as packed words. bfloat16 pairs take half of the row's space.
@@ -377,7 +398,7 @@ class PagedAttentionTask {
     for (int token = from; token < visible.end; token += kLanes) {
       const Vec numbers = lanes_ + splat(static_cast<float>(token));
       Vec score = load(probs + token) * score_scale_;
-      if (token_scales_.any()) score *= token_scales_.key(token);
+      if (token_scales_.any()) score = token_scales_.score(token, score, query_sum_[row]);
       score = modify_scores(p_, tile.first_head + head, score,
                             [&] { return numbers + splat(position); });
       score = select(is_visible(numbers, visible), score, splat(-kInfinity));
@@ -387,17 +408,21 @@ class PagedAttentionTask {
     }
     const float new_max = raised_max(row, lane_max);
     const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
-    Vec sums = {};
+    Vec sums = {}, zeros = {};
     for (int token = from; token < visible.end; token += kLanes) {
       Vec prob = exp(load(probs + token) - shift);
       sums += prob;
       if (token_scales_.any()) {  // a scale that the query token does not see may be NaN
         const Vec numbers = lanes_ + splat(static_cast<float>(token));
-        prob = select(is_visible(numbers, visible), prob * token_scales_.value(token), Vec{});
+        const VecInt keep = is_visible(numbers, visible);
+        if constexpr (kHasTokenZeros<Cache>) {
+          zeros += select(keep, prob * token_scales_.value_zero(token), Vec{});
+        }
+        prob = select(keep, prob * token_scales_.value(token), Vec{});
       }
       store(probs + token, prob);
     }
-    update_row(row, new_max, sums);
+    update_row(row, new_max, sums, zeros);
   }
 
   // -inf for tokens [token, token + kLanes) of the sequence that the tree mask hides.
@@ -470,6 +495,8 @@ class PagedAttentionTask {
   alignas(64) float probs_[kRowBuffers * kKvBlockTokens];  // [rows][kKvBlockTokens]: scores, then p
   float row_max_[kQueryTileRows];
   float row_sum_[kQueryTileRows];
+  float zero_sum_[kQueryTileRows];   // of p times V's zero
+  float query_sum_[kQueryTileRows];  // of the query, times the softmax scale
   float rescale_[kQueryTileRows];
   VisibleRange visible_[kQueryTileRows];
   const char* keys_[kKvBlockTokens + kLanes];  // rows of the KV block's tokens
@@ -490,7 +517,8 @@ Loop loop_of(const PagedAttentionPlan& plan) {
 
 void run(const PagedAttentionPlan& plan, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
-    dispatch_cache(plan.params.kv.dtype, [&](auto tag) { run_task<decltype(tag)>(plan, task); });
+    dispatch_attention_cache(plan.params.kv.dtype,
+                             [&](auto tag) { run_task<decltype(tag)>(plan, task); });
   }
 }
 

@@ -55,7 +55,7 @@ inline void clear_unowned_rows(const PagedAttentionParams& p) {
   if (p.query_start_loc == nullptr) return;
   const auto clear = [&](int64_t begin, int64_t end) {
     // Not out_stride, which may be any number for a single row.
-    const int64_t row_bytes = int64_t{p.num_heads} * p.kv.head_size * size_of(p.dtype);
+    const int64_t row_bytes = int64_t{p.num_heads} * p.head_size() * size_of(p.dtype);
     if (p.zero_unowned) {
       std::memset(static_cast<char*>(p.out) + begin * row_bytes, 0, (end - begin) * row_bytes);
     }

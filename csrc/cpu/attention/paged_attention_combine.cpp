@@ -16,7 +16,7 @@ namespace {
 void combine_tile(const AttentionPlan& plan, int64_t task, int64_t begin, int64_t end,
                   const TileRows& rows) {
   if (begin < plan.first_grain(task) || end <= plan.first_grain(task + 1)) return;
-  const int head_size = plan.params.kv.head_size;
+  const int head_size = plan.params.head_size();
   int64_t last = task + 1;
   while (plan.first_grain(last + 1) < end) ++last;
   for (int row = 0; row < rows.count; ++row) {

@@ -41,7 +41,8 @@ class DecodeTask {
       : plan_(plan),
         p_(plan.params),
         task_(task),
-        head_size_(p_.kv.head_size),
+        head_size_(p_.head_size()),
+        row_elements_(p_.kv.head_size),
         head_vectors_(kTokenRows
                           ? (head_size_ + Rows::kStep - 1) / Rows::kStep * Rows::kStep / kLanes
                           : (head_size_ + kLanes - 1) / kLanes),
@@ -53,7 +54,7 @@ class DecodeTask {
     PageBlock blocks[2];
     int block_tokens = kMaxSmallPageTokens;
     while (block_tokens > kMinBlockTokens &&
-           block_tokens * head_size_ * sizeof(Cache) > kMaxKeyBytes) {
+           block_tokens * row_elements_ * sizeof(Cache) > kMaxKeyBytes) {
       block_tokens /= 2;
     }
     if (block_tokens < block_size_) block_tokens = block_size_;
@@ -91,7 +92,7 @@ class DecodeTask {
       LinePrefetcher(block.value, block.pages, span_bytes(block)).finish();
       return;
     }
-    const int64_t bytes = static_cast<int64_t>(head_size_) * block_size_ * sizeof(Cache);
+    const int64_t bytes = static_cast<int64_t>(row_elements_) * block_size_ * sizeof(Cache);
     for (int page = 0; page < block.pages; ++page) prefetch_span(block.key[page], bytes);
   }
 
@@ -109,12 +110,17 @@ class DecodeTask {
         const auto* query = static_cast<const decltype(tag)*>(p_.query) + token * p_.query_stride;
         upcast(query + int64_t{split.first_head + first} * head_size_, H * head_size_, rows);
       });
+      if constexpr (kHasTokenZeros<Cache>) {
+        for (int i = 0; i < H; ++i) {
+          query_sum_[first + i] = p_.scale * sum_of(rows + i * head_size_, head_size_);
+        }
+      }
       if constexpr (kTokenRows) {
         for (int i = 0; i < H; ++i) {
           Rows::pack_query(rows + i * head_size_, head_size_, query_ + (first + i) * row_stride());
         }
       } else {
-        pack_query<Cache, H>(rows, head_size_, query_ + first * head_size_);
+        pack_query<Cache, H>(rows, row_elements_, query_ + first * head_size_);
       }
     });
   }
@@ -123,7 +129,7 @@ class DecodeTask {
 
   int row_stride() const { return head_vectors_ * kLanes; }  // of query_ and out_
   int span_bytes(const PageBlock& block) const {
-    return block.split.kv_heads * head_size_ * static_cast<int>(sizeof(Cache));
+    return block.split.kv_heads * row_elements_ * static_cast<int>(sizeof(Cache));
   }
 
   // Prefetches the next block meanwhile.
@@ -134,7 +140,7 @@ class DecodeTask {
     const int group = block.split.heads / block.split.kv_heads;
     if (needs_distances(p_)) set_distances(block);
     for (int kv_head = 0; kv_head < block.split.kv_heads; ++kv_head) {
-      const int64_t offset = kv_head * int64_t{sizeof(Cache)} * head_size_;
+      const int64_t offset = kv_head * int64_t{sizeof(Cache)} * row_elements_;
       read_token_scales(block, tokens, block.split.kv_head + kv_head);
       const float scale =
           Rows::kScale * p_.scale * scale_of(p_.kv, true, block.split.kv_head + kv_head);
@@ -145,8 +151,8 @@ class DecodeTask {
         float* out = reinterpret_cast<float*>(out_) + first * row_stride();
         // With for_prefetching_row_blocks() GCC's code is 2% to 8% slower.
         const auto add = [&](auto prefetches) {
-          score_token_rows<Rows, H, prefetches>(block.key, offset, block.tokens, head_size_, query,
-                                                row_stride(), scale, next_keys, scores_,
+          score_token_rows<Rows, H, prefetches>(block.key, offset, block.tokens, row_elements_,
+                                                query, row_stride(), scale, next_keys, scores_,
                                                 kMaxBlockTokens);
           float rescales[H];
           for (int head = 0; head < H; ++head) {
@@ -154,7 +160,7 @@ class DecodeTask {
             rescales[head] = softmax_head<H>(block, tokens, first, head);
           }
           add_token_rows<Rows, H, prefetches>(
-              block.value, offset, block.tokens, head_size_, reinterpret_cast<float*>(probs_),
+              block.value, offset, block.tokens, row_elements_, reinterpret_cast<float*>(probs_),
               kMaxBlockTokens / Rows::kPair, rescales, next_values, out, row_stride());
         };
         group_head == 0 ? add(std::true_type{}) : add(std::false_type{});
@@ -171,6 +177,7 @@ class DecodeTask {
       row_max_[head] = -kInfinity;
       row_sum_[head] = 0.0f;
       exact_sum_[head] = 0.0f;
+      zero_sum_[head] = 0.0f;
     }
     for (int i = 0; i < split.heads * head_vectors_; ++i) out_[i] = Vec{};
   }
@@ -209,7 +216,7 @@ class DecodeTask {
     }
     if (tail_tokens > 0) {
       copy_tail<Cache, kPagesPerLoad>(rows.rows + loads * kPagesPerLoad, rows.stride, tail_tokens,
-                                      head_size_, tail_);
+                                      row_elements_, tail_);
       rows.tail = tail_;
     }
     const int tokens = (loads + (tail_tokens > 0)) * Values::kTokens;
@@ -218,8 +225,8 @@ class DecodeTask {
     read_token_scales(block, tokens, block.split.kv_head);
     for_prefetching_row_blocks(0, block.split.heads, [&](auto heads, auto prefetches, int first) {
       constexpr int H = decltype(heads)::value;
-      score_pages<Cache, H, prefetches>(block, query_ + first * head_size_, head_size_, block_size_,
-                                        logit_scale_, scores_);
+      score_pages<Cache, H, prefetches>(block, query_ + first * head_size_, row_elements_,
+                                        block_size_, logit_scale_, scores_);
       float rescales[kLanes];
       for (int head = 0; head < H; ++head) {
         prefetch_token_scales(next, next.split.kv_head, first + head, block.split.heads);
@@ -243,7 +250,7 @@ class DecodeTask {
   }
   // Prefetches slice `slice` of `slices` of the next block's, between the products: then no lines
   // of K and V are on their way.
-  void prefetch_token_scales(const PageBlock& next, int32_t kv_head, int slice, int slices) const {
+  void prefetch_token_scales(const PageBlock& next, int32_t kv_head, int slice, int slices) {
     if (!token_scales_.any() || next.pages == 0) return;
     for_each_page(next, next.tokens * slice / slices, next.tokens * (slice + 1) / slices,
                   [&](int64_t page, int slot, int count, int) {
@@ -284,7 +291,7 @@ class DecodeTask {
     const int global_head = block.split.first_head + tile_head;
     if (token_scales_.any()) {
       for (int t = 0; t < block.tokens; t += kLanes) {
-        store(scores + t, load(scores + t) * token_scales_.key(t));
+        store(scores + t, token_scales_.score(t, load(scores + t), query_sum_[tile_head]));
       }
     }
     if (p_.modifies_scores()) {
@@ -309,7 +316,7 @@ class DecodeTask {
     const float block_max = largest(lane_max);
     const float new_max = block_max > old_max ? block_max : old_max;
     const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
-    Vec sums = {}, exact_sums = {};
+    Vec sums = {}, exact_sums = {}, zeros = {};
     constexpr int kTokens = Packed::kTokens, kStep = kTokenRows ? 1 : H;
     Prob* probs = probs_ + head * (kTokenRows ? kMaxBlockTokens / kTokens : 1);
     for (int t = 0; t < tokens; t += kTokens) {
@@ -319,6 +326,9 @@ class DecodeTask {
         e[i] = Packed::round(prob);
         sums += e[i];
         if (p_.lse != nullptr) exact_sums += prob;
+        if constexpr (kHasTokenZeros<Cache>) {
+          zeros = fma(e[i], token_scales_.value_zero(t + i * kLanes), zeros);
+        }
         if (token_scales_.any()) e[i] *= token_scales_.value(t + i * kLanes);
       }
       Prob operands[Packed::kOperands];
@@ -328,13 +338,17 @@ class DecodeTask {
     const float rescale = rescale_factor(old_max, new_max);
     row_max_[tile_head] = new_max;
     row_sum_[tile_head] = row_sum_[tile_head] * rescale + sum(sums);
+    if constexpr (kHasTokenZeros<Cache>) {
+      zero_sum_[tile_head] = zero_sum_[tile_head] * rescale + sum(zeros);
+    }
     if (p_.lse != nullptr) {
       exact_sum_[tile_head] = exact_sum_[tile_head] * rescale + sum(exact_sums);
     }
     return rescale;
   }
 
-  // Copies out_ to rows of head_size. In layout vllm a vector of out_ is [H][kLanes / H].
+  // Copies out_ to rows of head_size. In layout vllm a vector of out_ is [H][kLanes / H], and the
+  // values of an element are neighbours.
   void unpack_out(const Split& split, float* to) {
     if constexpr (kTokenRows) {
       for (int head = 0; head < split.heads; ++head) {
@@ -351,7 +365,8 @@ class DecodeTask {
         const int count = head_size_ - d < kDims ? head_size_ - d : kDims;
         for (int head = 0; head < H; ++head) {
           for (int i = 0; i < count; ++i) {
-            to[(first + head) * head_size_ + d + i] = from[head * kDims + i] * Packed::kScale;
+            const int dim = (d + i) % kValues<Cache> * row_elements_ + (d + i) / kValues<Cache>;
+            to[(first + head) * head_size_ + dim] = from[head * kDims + i] * Packed::kScale;
           }
         }
       }
@@ -360,6 +375,9 @@ class DecodeTask {
 
   void end_split(const Split& split) {
     unpack_out(split, unpacked_);
+    if constexpr (kHasTokenZeros<Cache>) {
+      for (int i = 0; i < split.heads * head_size_; ++i) unpacked_[i] += zero_sum_[i / head_size_];
+    }
     const auto state_of = [&](int head) -> RowState {
       return {row_max_[head], row_sum_[head], exact_sum_[head], unpacked_ + head * head_size_};
     };
@@ -370,6 +388,7 @@ class DecodeTask {
   const PagedAttentionParams& p_;
   const int64_t task_;
   const int head_size_;
+  const int row_elements_;  // of K and V, for head_size_ values
   const int head_vectors_;  // of one head in out_
   const int block_size_;
   const bool sparse_;
@@ -385,6 +404,8 @@ class DecodeTask {
   float row_max_[kMaxTileHeads];
   float row_sum_[kMaxTileHeads];
   float exact_sum_[kMaxTileHeads];
+  float zero_sum_[kMaxTileHeads];                 // of p times V's zero
+  float query_sum_[kMaxTileHeads];                // of the query, times the softmax scale
   float unpacked_[kMaxTileHeads * kMaxHeadSize];  // unpack_out() of the split that just ended
 };
 
@@ -414,7 +435,8 @@ void run(const DecodePlan& plan, int64_t begin, int64_t end) {
 #else
 void run(const DecodePlan& plan, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
-    dispatch_cache(plan.params.kv.dtype, [&](auto tag) { run_task<decltype(tag)>(plan, task); });
+    dispatch_attention_cache(plan.params.kv.dtype,
+                             [&](auto tag) { run_task<decltype(tag)>(plan, task); });
   }
 }
 #endif

@@ -34,11 +34,11 @@ struct AttentionPlan {
   // Task t has grains [first_grain(t), first_grain(t + 1)).
   int64_t first_grain(int64_t task) const { return num_grains * task / tasks; }
   int64_t partial_size() const {  // floats
-    return int64_t{heads_per_tile} * queries_per_tile * (params.kv.head_size + kPartialHeader);
+    return int64_t{heads_per_tile} * queries_per_tile * (params.head_size() + kPartialHeader);
   }
   float* partial(int64_t task, bool starts_tile, int64_t row) const {
     return partials + (2 * task + (starts_tile ? 1 : 0)) * partial_size() +
-           row * (params.kv.head_size + kPartialHeader);
+           row * (params.head_size() + kPartialHeader);
   }
   // Chooses the number of tasks for `threads` threads and `bytes` bytes of K and V.
   void set_tasks(int64_t threads, int64_t bytes) {

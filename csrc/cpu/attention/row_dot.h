@@ -3,6 +3,7 @@
 // 4 query rows. See cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/attention/page_lanes.h"
+#include "cpu/base/int4.h"
 #include "cpu/base/int8.h"
 
 namespace vllm_kernels::cpu {
@@ -62,21 +63,53 @@ class LinePrefetcher {
 
 // --- lanes ---------------------------------------------------------------------------------------
 
-// How a row of K or V maps to vector lanes. A load covers kStep dimensions. Scores and sums over
+// How a row of K or V maps to vector lanes. A load covers kStep elements. Scores and sums over
 // tokens must be multiplied with kScale. pack_query() pads a query row with zeros to whole steps.
-// pack() takes p of kTokens tokens, already rounded by round().
+// pack() takes p of kTokens tokens, already rounded by round(). out_offset() says which dimensions
+// a load's sums are of. head_size counts elements.
 template <typename T>
 struct FloatTokenLanes : FloatValueLanes<T> {
   using Element = T;
   using Operand = Vec;
+  using Key = Operand;
   static constexpr int kStep = kLanes;
   static constexpr int kPair = 1;  // tokens of V that one multiply_add() takes
+  static constexpr int kSums = 1;  // of a load of V
 
   static Operand load(const T* from) { return cpu::load(from); }
   static Operand load(const T* from, int count) { return cpu::load(from, count); }
-  static Operand query(const float* row, int d) { return cpu::load(row + d); }
+  static void split(Operand value, Operand* operands) { *operands = value; }
+  static Key query(const float* row, int d, int) { return cpu::load(row + d); }
   static Operand prob(const float* probs, int token) { return splat(probs[token]); }
   static void pack_query(const float* row, int count, float* to) { upcast(row, count, to); }
+  static int out_offset(int sum, int) { return sum * kLanes; }
+};
+
+// A load has the values of two vectors of dimensions, head_size apart.
+template <>
+struct FloatTokenLanes<Int4x2> : FloatValueLanes<Int4x2> {
+  using Element = Int4x2;
+  using Key = VecPair;
+  static constexpr int kStep = kLanes;
+  static constexpr int kPair = 1;
+  static constexpr int kSums = 2;
+
+  static VecPair load(const Int4x2* from) { return load_values(from); }
+  static VecPair load(const Int4x2* from, int count) { return load_values(from, int64_t{count}); }
+  static void split(VecPair values, Vec* operands) {
+    operands[0] = values.a;
+    operands[1] = values.b;
+  }
+  static Key query(const float* row, int d, int head_size) {
+    return {cpu::load(row + d), cpu::load(row + head_size + d)};
+  }
+  static Vec prob(const float* probs, int token) { return splat(probs[token]); }
+  static void pack_query(const float* row, int count, float* to) { cpu::upcast(row, count, to); }
+  static int out_offset(int sum, int head_size) { return sum / 2 * kLanes + sum % 2 * head_size; }
+  using FloatValueLanes<Int4x2>::multiply_add;
+  static Vec multiply_add(VecPair key, VecPair query, Vec sum) {
+    return fma(key.a, query.a, fma(key.b, query.b, sum));
+  }
 };
 
 template <typename T>
@@ -106,14 +139,17 @@ struct TokenLanes<Fp8E5M2> : Fp8TokenLanes<Fp8E5M2> {};
 template <>
 struct TokenLanes<BFloat16> : ValueLanes<BFloat16> {
   using Element = BFloat16;
+  using Key = Operand;
   static constexpr int kStep = 2 * kLanes;
   static constexpr int kPair = 2;
+  static constexpr int kSums = 2;
 
   static Operand load(const BFloat16* from) { return _mm512_loadu_si512(from); }
   static Operand load(const BFloat16* from, int count) {
     return _mm512_maskz_loadu_epi16((__mmask32{1} << count) - 1, from);
   }
-  static Operand query(const float* row, int d) { return _mm512_loadu_si512(row + d / 2); }
+  static Key query(const float* row, int d, int) { return _mm512_loadu_si512(row + d / 2); }
+  static int out_offset(int sum, int) { return sum * kLanes; }
   static Operand prob(const float* probs, int token) {
     return _mm512_set1_epi32(load_raw<int>(probs + token / 2));
   }
@@ -162,7 +198,7 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
                              const float* query, int query_stride, float scale,
                              LinePrefetcher& ahead, float* scores, int score_stride) {
   using T = typename Lanes::Element;
-  using Operand = typename Lanes::Operand;
+  using Key = typename Lanes::Key;
   constexpr int kTokens = kLanes / H;  // at once, in kLanes sums
   constexpr int kBytes = kTokens * Lanes::kStep * static_cast<int>(sizeof(T));
   const int whole = head_size / Lanes::kStep * Lanes::kStep;
@@ -173,10 +209,10 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
       from[i] = reinterpret_cast<const T*>(rows[token + i] + offset);
     }
     Vec sums[kLanes] = {};
-    const auto add = [&](int d, const Operand* keys) {
+    const auto add = [&](int d, const Key* keys) {
 #pragma GCC unroll 4
       for (int head = 0; head < H; ++head) {
-        const Operand q = Lanes::query(query + head * query_stride, d);
+        const Key q = Lanes::query(query + head * query_stride, d, head_size);
 #pragma GCC unroll 16
         for (int i = 0; i < kTokens; ++i) {
           Vec& sum = sums[head * kTokens + i];
@@ -184,7 +220,7 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
         }
       }
     };
-    Operand keys[kTokens];
+    Key keys[kTokens];
     for (int d = 0; d < whole; d += Lanes::kStep) {
       prefetch_step<kPrefetch, kBytes>(ahead, d / Lanes::kStep * kBytes);
 #pragma GCC unroll 16
@@ -207,27 +243,27 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
 }
 
 // out[h] = out[h] * rescales[h] + sum over tokens of p[h][token] * V[token]. It covers kVectors
-// loads from dimension d on, or `count` dimensions of one load if kPartial. `rows` and `offset` are
-// as in score_token_rows().
+// loads from element d on, or the last, partial load if kPartial. `rows` and `offset` are as in
+// score_token_rows().
 template <typename Lanes, int H, int kVectors, bool kPartial, bool kPrefetch>
-inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, int d, int count,
-                           const float* probs, int prob_stride, const float* rescales,
+inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, int head_size,
+                           int d, const float* probs, int prob_stride, const float* rescales,
                            LinePrefetcher& ahead, float* out, int out_stride) {
   using T = typename Lanes::Element;
   using Operand = typename Lanes::Operand;
-  constexpr int kPair = Lanes::kPair, kSums = kVectors * kPair;
+  constexpr int kPair = Lanes::kPair, kSums = kVectors * Lanes::kSums;
   constexpr int kBytes = kVectors * kPair * Lanes::kStep * static_cast<int>(sizeof(T));
   Vec sums[H][kSums] = {};
   const auto load = [&](int token, int i) {
     const T* from = reinterpret_cast<const T*>(rows[token] + offset) + d + i * Lanes::kStep;
-    return kPartial ? Lanes::load(from, count) : Lanes::load(from);
+    return kPartial ? Lanes::load(from, head_size - d) : Lanes::load(from);
   };
   const auto add = [&](int token, auto has_next) {
     Operand operands[kSums];
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) {
       if constexpr (kPair == 1) {
-        operands[i] = load(token, i);
+        Lanes::split(load(token, i), operands + i * Lanes::kSums);
       } else {
         Operand next = {};
         if constexpr (has_next) next = load(token + 1, i);
@@ -251,9 +287,9 @@ inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, 
   if (token < tokens) add(token, std::false_type{});
 #pragma GCC unroll 4
   for (int head = 0; head < H; ++head) {
-    float* to = out + head * out_stride + d;
 #pragma GCC unroll 8
-    for (int i = 0; i < kSums; ++i, to += kLanes) {
+    for (int i = 0; i < kSums; ++i) {
+      float* to = out + head * out_stride + d + Lanes::out_offset(i, head_size);
       if constexpr (kPair == 2) {
         if (i % 2 == 0) Lanes::reorder(sums[head] + i);
       }
@@ -267,20 +303,20 @@ template <typename Lanes, int H, bool kPrefetch>
 inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, int head_size,
                            const float* probs, int prob_stride, const float* rescales,
                            LinePrefetcher& ahead, float* out, int out_stride) {
-  constexpr int kMaxVectors = kLanes / H / Lanes::kPair;  // H * kMaxVectors * kPair sums
+  constexpr int kMaxVectors = kLanes / H / Lanes::kSums;  // H * kMaxVectors * kSums sums
   constexpr int kVectors = kMaxVectors < 1 ? 1 : kMaxVectors > 8 ? 8 : kMaxVectors;
   constexpr int kStep = Lanes::kStep;
   int d = 0;
   for (; d + kVectors * kStep <= head_size; d += kVectors * kStep) {
     add_token_rows<Lanes, H, kVectors, false, kPrefetch>(
-        rows, offset, tokens, d, 0, probs, prob_stride, rescales, ahead, out, out_stride);
+        rows, offset, tokens, head_size, d, probs, prob_stride, rescales, ahead, out, out_stride);
   }
   for (; d + kStep <= head_size; d += kStep) {
-    add_token_rows<Lanes, H, 1, false, kPrefetch>(rows, offset, tokens, d, 0, probs, prob_stride,
-                                                  rescales, ahead, out, out_stride);
+    add_token_rows<Lanes, H, 1, false, kPrefetch>(rows, offset, tokens, head_size, d, probs,
+                                                  prob_stride, rescales, ahead, out, out_stride);
   }
   if (d < head_size) {
-    add_token_rows<Lanes, H, 1, true, kPrefetch>(rows, offset, tokens, d, head_size - d, probs,
+    add_token_rows<Lanes, H, 1, true, kPrefetch>(rows, offset, tokens, head_size, d, probs,
                                                  prob_stride, rescales, ahead, out, out_stride);
   }
 }

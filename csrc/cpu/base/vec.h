@@ -324,6 +324,13 @@ inline float sum(Vec value) {
   return lanes[0];
 }
 
+// The same of whole vectors of floats.
+inline float sum_of(const float* from, int count) {
+  Vec sums = {};
+  for (int i = 0; i < count; i += kLanes) sums += load(from + i);
+  return sum(sums);
+}
+
 inline float largest(Vec value) {
   float lanes[kLanes];
   store_raw(lanes, value);

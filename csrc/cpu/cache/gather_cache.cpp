@@ -4,6 +4,7 @@
 // A task is a range of rows.
 #include "ops/gather_cache.h"
 
+#include "cpu/base/int4.h"
 #include "cpu/cache/cache_rows.h"
 #include "cpu/kernels.h"
 
@@ -16,15 +17,33 @@ struct Raw {
   char bytes[kBytes];
 };
 
+// A row of int4: scale * (n - 8) + zero.
+template <typename T>
+void read_row(T* to, const CacheRow<Int4x2>& from, int64_t elements, float scale, float zero) {
+  Int4x2 buffer[kMaxInt4Elements];
+  read_row(buffer, from, elements, 1.0f);
+  for (int64_t i = 0; i < elements; i += kLanes) {
+    const VecPair n = load_values(buffer + i);
+    store(to + i, n.a * splat(scale) + splat(zero));
+    store(to + elements + i, n.b * splat(scale) + splat(zero));
+  }
+}
+
 template <typename T, typename C>
 void read_token(const GatherCacheParams& p, int64_t row, TokenLocation at) {
   const PagedKv& kv = p.kv;
   const auto read = [&](bool is_key, int64_t head, T* to, const float* scales) {
     if (at.block < 0) {
-      std::memset(static_cast<void*>(to), 0, kv.head_size * sizeof(T));
+      std::memset(static_cast<void*>(to), 0, kv.head_values() * sizeof(T));
+      return;
+    }
+    const CacheRow<C> row = cache_row<C>(kv, is_key, {at.block, head, at.token});
+    const float scale = std::is_same_v<T, C> ? 1.0f : p.scale(scales, at, head);
+    if constexpr (std::is_same_v<C, Int4x2>) {
+      const float* zeros = is_key ? p.k_zero : p.v_zero;
+      read_row(to, row, kv.head_size, scale, zeros[p.scale_offset(at, head)]);
     } else {
-      read_row(to, cache_row<C>(kv, is_key, {at.block, head, at.token}), kv.head_size,
-               std::is_same_v<T, C> ? 1.0f : p.scale(scales, at, head));
+      read_row(to, row, kv.head_size, scale);
     }
   };
   T* keys = static_cast<T*>(p.key) + row * p.key_row_stride;
@@ -36,9 +55,9 @@ void read_token(const GatherCacheParams& p, int64_t row, TokenLocation at) {
 }
 
 Loop loop_of(const GatherCacheParams& p) {
-  const int64_t elements = 2 * int64_t{p.kv.num_kv_heads} * p.kv.head_size;
+  const int64_t values = 2 * int64_t{p.kv.num_kv_heads} * p.kv.head_values();
   return {.count = p.tokens.num_rows,
-          .per_task = rows_per_task(elements * (size_of(p.dtype) + size_of(p.kv.dtype)))};
+          .per_task = rows_per_task(values * (size_of(p.dtype) + size_of(p.kv.dtype)))};
 }
 
 template <typename T, typename C>
@@ -69,6 +88,7 @@ void run(const GatherCacheParams& p, int64_t first, int64_t last) {
   }
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
+    if (p.kv.dtype == DType::kInt4x2) return read_tokens<T, Int4x2>(p, first, last);
     dispatch_8_bit(p.kv.dtype,
                    [&](auto stored) { read_tokens<T, decltype(stored)>(p, first, last); });
   });

@@ -32,6 +32,15 @@ TreeMask read_tree_mask(Expect& expect, const PagedAttentionParams& params, cons
   return tree;
 }
 
+// Whether the bytes of a uint8 cache are int4, which the caller says with zeros.
+bool is_int4(const Argument& key_cache, const TokenScaleTensors& of_tokens) {
+  if (key_cache.scalar_type() != aoti_torch_dtype_uint8()) return false;
+  if (of_tokens.k_scales && !of_tokens.any_zeros()) {
+    key_cache.fail("expected int8, or k_token_zeros and v_token_zeros for int4, got uint8 alone");
+  }
+  return of_tokens.any_zeros();
+}
+
 void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& query,
                      const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
                      const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
@@ -43,7 +52,9 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                      bool kv_ready, int64_t window_right, const std::optional<Tensor>& kv_indptr,
                      int64_t max_pages, const std::optional<Tensor>& k_token_scales,
                      const std::optional<Tensor>& v_token_scales,
-                     const std::optional<Tensor>& tree_mask, bool zero_unowned) {
+                     const std::optional<Tensor>& tree_mask, bool zero_unowned,
+                     const std::optional<Tensor>& k_token_zeros,
+                     const std::optional<Tensor>& v_token_zeros) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Arguments read, written;
@@ -51,7 +62,8 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   const KvLayout kv_layout = cache_layout(expect, layout);
   Argument k = expect.tensor("key_cache", key_cache);
   Argument v = expect.tensor("value_cache", value_cache);
-  PagedKv kv = paged_cache(queries.query, k, v, kv_layout, sizes);
+  const TokenScaleTensors of_tokens{k_token_scales, v_token_scales, k_token_zeros, v_token_zeros};
+  PagedKv kv = paged_cache(queries.query, k, v, kv_layout, sizes, is_int4(k, of_tokens));
   // NHD and HND have as many dimensions: a wrong one shows here, if at all.
   check_sizes(queries, kv,
               kv_layout == KvLayout::kNHD   ? "dimension 2 of key_cache in layout \"NHD\""
@@ -61,7 +73,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   PagedAttentionParams params =
       read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
   params.kv = kv;
-  params.token_scales = token_scales(expect, kv, sizes, k_token_scales, v_token_scales, read);
+  params.token_scales = token_scales(expect, kv, sizes, of_tokens, read);
   params.kv_ready = kv_ready && !kv_indptr;  // page_list.cu writes the tables just before
   read_window_and_split(expect, params, sliding_window, fixed_split_size);
   params.window_right = right_window(expect, window_right);
@@ -96,7 +108,7 @@ torch::stable::Tensor paged_attention_result(const Tensor& query, const Tensor& 
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   paged_attention(out, {}, query, key_cache, value_cache, block_tables, seq_lens, {}, factor, {},
                   sliding_window, softcap, {}, {}, {}, layout, 1, {}, 0, false, 0, {}, -1, {}, {},
-                  {}, false);
+                  {}, false, {}, {});
   return torch::stable::Tensor(out.release());
 }
 
@@ -242,7 +254,7 @@ void check_sizes(const Queries& queries, const PagedKv& kv, const char* source) 
         "expected num_heads to be a multiple of num_kv_heads = " + std::to_string(kv.num_kv_heads) +
         " (from " + source + "), got shape " + queries.query.shape_text());
   }
-  check_head_size(queries.query, kv.head_size, kv.dtype);
+  check_head_size(queries.query, kv.head_values(), kv.dtype);
 }
 
 void require_contiguous_heads(const Argument& heads, const Size& num_tokens) {

@@ -247,11 +247,30 @@ void set_gather_scales(Expect& expect, GatherCacheParams& params, CacheSizes& si
   kv.v_scale = pointer("v_scale", v_scale);
 }
 
+// k_zero and v_zero of an int4 cache, whose scales are [num_blocks, num_kv_heads, block_size].
+void set_gather_zeros(Expect& expect, GatherCacheParams& params,
+                      const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                      const std::optional<Tensor>& k_zero, const std::optional<Tensor>& v_zero,
+                      Arguments& read) {
+  if (params.kv.dtype != DType::kInt4x2) return;
+  expect.that(k_scale && v_scale && k_zero && v_zero,
+              "k_zero: expected all of k_scale, v_scale, k_zero and v_zero for an int4 cache, "
+              "got None for some");
+  const Argument ks = expect.tensor("k_scale", *k_scale).rank(3, 3);
+  const Argument vs = expect.tensor("v_scale", *v_scale).rank(3, 3);
+  const Argument kz = token_zeros(expect, "k_zero", *k_zero, ks);
+  const Argument vz = token_zeros(expect, "v_zero", *v_zero, vs);
+  params.k_zero = kz.as<const float>();
+  params.v_zero = vz.as<const float>();
+  read.add(kz, vz);
+}
+
 void gather_paged_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache,
                      const Tensor& value_cache, const Tensor& block_tables,
                      const Tensor& cu_seq_lens, const std::optional<Tensor>& seq_starts,
                      const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                     const Text& layout) {
+                     const Text& layout, const std::optional<Tensor>& k_zero,
+                     const std::optional<Tensor>& v_zero) {
   Expect expect("gather_paged_kv");
   CacheSizes sizes;
   Size num_rows("num_rows");
@@ -261,10 +280,13 @@ void gather_paged_kv(const Tensor& key, const Tensor& value, const Tensor& key_c
     rows->shape({&num_rows, &sizes.num_kv_heads, &sizes.head_size}).inner_contiguous();
   }
   const KvLayout kv_layout = cache_layout(expect, layout);
-  Argument kc = expect.tensor("key_cache", key_cache).cache_of(k);
-  Argument vc = expect.tensor("value_cache", value_cache).same_dtype(kc);
+  Argument kc = expect.tensor("key_cache", key_cache);
+  Argument vc = expect.tensor("value_cache", value_cache);
+  const bool is_int4 = k_zero || v_zero;
+  if (!is_int4) vc.same_dtype(kc.cache_of(k));
   GatherCacheParams params{.op = expect.op(),
-                           .kv = cache_pages(kc, vc, kc.dtype(), kv_layout, sizes),
+                           .kv = is_int4 ? int4_pages(k, kc, vc, kv_layout, sizes)
+                                         : cache_pages(kc, vc, kc.dtype(), kv_layout, sizes),
                            .key = k.mutable_data(),
                            .value = v.mutable_data(),
                            .key_row_stride = k.stride(0),
@@ -277,6 +299,7 @@ void gather_paged_kv(const Tensor& key, const Tensor& value, const Tensor& key_c
   Arguments read = tables.read();
   read.add(kc, vc);
   set_gather_scales(expect, params, sizes, k_scale, v_scale, read);
+  set_gather_zeros(expect, params, k_scale, v_scale, k_zero, v_zero, read);
   expect.apart({v, k}, read);
   if (k.numel() == 0 || !tables.any()) return;
   params.tokens = tables.pack(params.kv.num_blocks, params.kv.block_size, num_rows);

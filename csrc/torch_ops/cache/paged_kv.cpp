@@ -233,12 +233,37 @@ PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvL
   return pages(key_cache, value_cache, dtype, layout, sizes);
 }
 
+PagedKv int4_pages(const Argument& named, Argument& key_cache, Argument& value_cache,
+                   KvLayout layout, CacheSizes& sizes) {
+  const int64_t head_size = sizes.head_size;
+  if (head_size < 64 || head_size > 256 || head_size % 32 != 0) {
+    named.fail("expected a head_size of 64 to 256 in steps of 32 for an int4 cache, got " +
+               std::to_string(head_size));
+  }
+  sizes.head_size = Size("head_size / 2", head_size / 2, sizes.head_size.source);
+  key_cache.uint8();
+  value_cache.uint8();
+  return cache_pages(key_cache, value_cache, DType::kInt4x2, layout, sizes);
+}
+
+Argument token_zeros(Expect& expect, const char* name, const Tensor& zeros,
+                     const Argument& scales) {
+  const Argument z = expect.tensor(name, zeros).float32().same_shape(scales);
+  for (int64_t d = 0; d < z.dim(); ++d) {
+    if (z.size(d) <= 1 || z.stride(d) == scales.stride(d)) continue;
+    z.fail("expected the strides of " + std::string(scales.name()) + ", which has " +
+           std::to_string(scales.stride(d)) + " at dimension " + std::to_string(d) + ", got " +
+           std::to_string(z.stride(d)));
+  }
+  return z;
+}
+
 PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
-                    KvLayout layout, CacheSizes& sizes) {
-  key_cache.cache_of(query);
-  value_cache.same_dtype(key_cache);
-  const DType dtype = key_cache.dtype();
-  const PagedKv kv = cache_pages(key_cache, value_cache, dtype, layout, sizes);
+                    KvLayout layout, CacheSizes& sizes, bool is_int4) {
+  if (!is_int4) value_cache.same_dtype(key_cache.cache_of(query));
+  const PagedKv kv = is_int4
+                         ? int4_pages(query, key_cache, value_cache, layout, sizes)
+                         : cache_pages(key_cache, value_cache, key_cache.dtype(), layout, sizes);
   const int64_t block_size = sizes.block_size;
   if (block_size < 1 || block_size > 256 || (block_size & (block_size - 1)) != 0) {
     key_cache.fail("expected a block_size of 1, 2, 4, 8, 16, 32, 64, 128 or 256, got " +
@@ -268,38 +293,62 @@ void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scal
   kv.scale_stride = elements > 1 ? 1 : 0;
 }
 
+namespace {
+
+// Requires k_`name` and v_`name` to be both tensors or both None. Returns whether they are tensors.
+bool both_or_neither(const Expect& expect, const char* name, const std::optional<Tensor>& k,
+                     const std::optional<Tensor>& v) {
+  if (k.has_value() == v.has_value()) return k.has_value();
+  const std::string of_keys = std::string("k_") + name, of_values = std::string("v_") + name;
+  expect.fail((k ? of_values : of_keys) + ": expected a tensor, as " + (k ? of_keys : of_values) +
+              " is one, got None");
+}
+
+}  // namespace
+
 TokenScales token_scales(Expect& expect, const PagedKv& kv, CacheSizes& sizes,
-                         const std::optional<Tensor>& k_token_scales,
-                         const std::optional<Tensor>& v_token_scales, Arguments& read) {
-  if (!k_token_scales && !v_token_scales) return {};
-  if (!k_token_scales || !v_token_scales) {
-    expect.fail(std::string(k_token_scales ? "v_token_scales" : "k_token_scales") +
-                ": expected a tensor, as " +
-                (k_token_scales ? "k_token_scales" : "v_token_scales") + " is one, got None");
+                         const TokenScaleTensors& tensors, Arguments& read) {
+  const bool any = both_or_neither(expect, "token_scales", tensors.k_scales, tensors.v_scales);
+  const bool zeros = both_or_neither(expect, "token_zeros", tensors.k_zeros, tensors.v_zeros);
+  if (zeros && kv.dtype != DType::kInt4x2) {
+    expect.fail(std::string("k_token_zeros: expected None: only int4 caches, which are uint8, have "
+                            "a zero a token, this one is ") +
+                name_of(kv.dtype));
   }
+  expect.that(any || !zeros, "k_token_zeros: expected k_token_scales and v_token_scales, too");
+  if (!any) return {};
   const auto scales = [&](const char* name, const Tensor& tensor) {
     const Argument s = expect.tensor(name, tensor).float32();
-    if (kv.dtype != DType::kInt8) {
-      s.fail(std::string("expected None: only int8 caches have a scale a token, this one is ") +
+    if (kv.dtype != DType::kInt8 && kv.dtype != DType::kInt4x2) {
+      s.fail(std::string("expected None: only int8 and int4 caches have a scale a token, this one "
+                         "is ") +
              name_of(kv.dtype));
     }
     return expect.tensor(name, tensor)
         .shape({&sizes.num_blocks, &sizes.num_kv_heads, &sizes.block_size})
         .inner_contiguous();
   };
-  const Argument k = scales("k_token_scales", *k_token_scales);
-  const Argument v = scales("v_token_scales", *v_token_scales);
+  const Argument k = scales("k_token_scales", *tensors.k_scales);
+  const Argument v = scales("v_token_scales", *tensors.v_scales);
   if (kv.k_scale != nullptr || kv.v_scale != nullptr) {
     expect.fail(std::string(kv.k_scale != nullptr ? "k_scale" : "v_scale") +
                 ": expected None: every token has its own scale (from k_token_scales)");
   }
   read.add(k, v);
-  return {.key = k.as<const float>(),
-          .value = v.as<const float>(),
-          .key_block_stride = k.stride(0),
-          .key_head_stride = k.stride(1),
-          .value_block_stride = v.stride(0),
-          .value_head_stride = v.stride(1)};
+  TokenScales result{.key = k.as<const float>(),
+                     .value = v.as<const float>(),
+                     .key_block_stride = k.stride(0),
+                     .key_head_stride = k.stride(1),
+                     .value_block_stride = v.stride(0),
+                     .value_head_stride = v.stride(1)};
+  if (zeros) {
+    const Argument kz = token_zeros(expect, "k_token_zeros", *tensors.k_zeros, k);
+    const Argument vz = token_zeros(expect, "v_token_zeros", *tensors.v_zeros, v);
+    result.key_zero = kz.as<const float>();
+    result.value_zero = vz.as<const float>();
+    read.add(kz, vz);
+  }
+  return result;
 }
 
 void set_scales(const Expect& expect, PagedKv& kv, Argument& k_scale, Argument& v_scale) {

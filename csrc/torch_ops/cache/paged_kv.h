@@ -36,14 +36,23 @@ PagedKv cache_of_dtype(Argument& key_cache, Argument& value_cache, DType dtype,
 // Parses "vllm", "NHD" or "HND".
 KvLayout cache_layout(const Expect& expect, std::string_view text);
 
-// Caches of a model with the dtype of `query`; their own dtype is read from the tensors. A page has
-// 1, 2, 4, ... or 256 tokens.
+// Caches of a model with the dtype of `query`; their own dtype is read from the tensors, or they
+// are of int4. A page has 1, 2, 4, ... or 256 tokens.
 PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
-                    KvLayout layout, CacheSizes& sizes);
+                    KvLayout layout, CacheSizes& sizes, bool is_int4 = false);
 
 // Caches of any layout and page size, whose dtype is checked already.
 PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvLayout layout,
                     CacheSizes& sizes);
+
+// Int4 caches (uint8) of any layout and page size. `head_size`, bound by the argument `named`, is
+// the number of values. On return sizes.head_size is the number of elements.
+PagedKv int4_pages(const Argument& named, Argument& key_cache, Argument& value_cache,
+                   KvLayout layout, CacheSizes& sizes);
+
+// The zeros of an int4 cache: float32, with the shape and strides of its scales
+// [num_blocks, num_kv_heads, block_size].
+Argument token_zeros(Expect& expect, const char* name, const Tensor& zeros, const Argument& scales);
 
 // K alone, of a dtype that is checked already; V is null or K. `source` has bound num_blocks,
 // num_kv_heads and head_size.
@@ -70,11 +79,19 @@ RowCache row_cache(const Argument& query, Argument& key, Argument& value, int64_
 void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
                 const std::optional<Tensor>& v_scale, Arguments& read);
 
-// k_token_scales and v_token_scales of an int8 cache: float32 [num_blocks, num_kv_heads,
-// block_size], the two outer strides are free. Both or neither, and then no other scales.
+// The arguments k_token_scales, v_token_scales, k_token_zeros and v_token_zeros.
+struct TokenScaleTensors {
+  const std::optional<Tensor>&k_scales, &v_scales, &k_zeros, &v_zeros;
+
+  // Zeros say that a cache is int4, which uint8 does not.
+  bool any_zeros() const { return k_zeros || v_zeros; }
+};
+
+// k_token_scales and v_token_scales of an int8 or int4 cache: float32 [num_blocks, num_kv_heads,
+// block_size], the two outer strides are free. Both or neither, and then no other scales. Zeros of
+// an int4 cache, and of no other one.
 TokenScales token_scales(Expect& expect, const PagedKv& kv, CacheSizes& sizes,
-                         const std::optional<Tensor>& k_token_scales,
-                         const std::optional<Tensor>& v_token_scales, Arguments& read);
+                         const TokenScaleTensors& tensors, Arguments& read);
 
 // k_scale and v_scale: one float32 each, on the cache's device. Only 8-bit caches use them.
 void set_scales(const Expect& expect, PagedKv& kv, Argument& k_scale, Argument& v_scale);

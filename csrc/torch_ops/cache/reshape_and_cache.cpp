@@ -89,14 +89,25 @@ void reshape_and_cache_flash(const Tensor& key, const Tensor& value, const Tenso
 void reshape_and_cache_per_token_quant(const Tensor& key, const Tensor& value,
                                        const Tensor& key_cache, const Tensor& value_cache,
                                        const Tensor& key_scales, const Tensor& value_scales,
-                                       const Tensor& slot_mapping, const Text& layout) {
+                                       const Tensor& slot_mapping, const Text& layout,
+                                       const std::optional<Tensor>& key_zeros,
+                                       const std::optional<Tensor>& value_zeros) {
   Tokens tokens("reshape_and_cache_per_token_quant", key, value);
   Expect& expect = tokens.expect;
   CacheSizes& sizes = tokens.sizes;
   const KvLayout kv_layout = cache_layout(expect, layout);
-  Argument kc = expect.tensor("key_cache", key_cache).int8();
-  Argument vc = expect.tensor("value_cache", value_cache).int8();
-  const PagedKv kv = cache_pages(kc, vc, DType::kInt8, kv_layout, sizes);
+  const bool zeros = key_zeros.has_value();
+  if (zeros != value_zeros.has_value()) {
+    expect.fail("key_zeros and value_zeros: expected both (int4) or neither (int8), got one");
+  }
+  Argument kc = expect.tensor("key_cache", key_cache);
+  Argument vc = expect.tensor("value_cache", value_cache);
+  if (!zeros) {
+    kc.int8();
+    vc.int8();
+  }
+  const PagedKv kv = zeros ? int4_pages(tokens.key, kc, vc, kv_layout, sizes)
+                           : cache_pages(kc, vc, DType::kInt8, kv_layout, sizes);
   const auto scales = [&](const char* name, const Tensor& tensor) {
     return expect.tensor(name, tensor)
         .float32()
@@ -106,14 +117,22 @@ void reshape_and_cache_per_token_quant(const Tensor& key, const Tensor& value,
   };
   const Argument ks = scales("key_scales", key_scales), vs = scales("value_scales", value_scales);
   const Argument slots = read_slots(expect, slot_mapping, tokens.num_tokens);
-  expect.apart({kc.written(), vc.written(), ks, vs}, {tokens.key, tokens.value, slots});
-  const ReshapeAndCachePerTokenQuantParams params{.write = tokens.pack(kc, kv, slots),
-                                                  .key_scales = ks.as<float>(),
-                                                  .value_scales = vs.as<float>(),
-                                                  .key_scales_block_stride = ks.stride(0),
-                                                  .key_scales_head_stride = ks.stride(1),
-                                                  .value_scales_block_stride = vs.stride(0),
-                                                  .value_scales_head_stride = vs.stride(1)};
+  Arguments written(kc.written(), vc.written(), ks, vs);
+  ReshapeAndCachePerTokenQuantParams params{.key_scales = ks.as<float>(),
+                                            .value_scales = vs.as<float>(),
+                                            .key_scales_block_stride = ks.stride(0),
+                                            .key_scales_head_stride = ks.stride(1),
+                                            .value_scales_block_stride = vs.stride(0),
+                                            .value_scales_head_stride = vs.stride(1)};
+  if (zeros) {
+    const Argument kz = token_zeros(expect, "key_zeros", *key_zeros, ks);
+    const Argument vz = token_zeros(expect, "value_zeros", *value_zeros, vs);
+    params.key_zeros = kz.as<float>();
+    params.value_zeros = vz.as<float>();
+    written.add(kz, vz);
+  }
+  expect.apart(written, {tokens.key, tokens.value, slots});
+  params.write = tokens.pack(kc, kv, slots);
   if (params.write.num_tokens > 0) launch(params, key);
 }
 
