@@ -54,7 +54,7 @@ struct GatherCacheParams {
   // The source. cp_gather_cache and gather_and_maybe_dequant_cache pass entries as the K of one
   // head in layout NHD. Without scales the elements are bytes.
   PagedKv kv{};
-  void* key = nullptr;             // [num_rows, num_kv_heads, head_size]
+  void* key = nullptr;             // [num_rows, num_kv_heads, kv.head_values()]
   void* value = nullptr;           // the same, or null
   int64_t key_row_stride = 0;      // elements
   int64_t key_head_stride = 0;     // elements
@@ -64,11 +64,16 @@ struct GatherCacheParams {
   int64_t scale_block_stride = 0;  // of kv.k_scale and kv.v_scale; replaces kv.scale_stride
   int64_t scale_head_stride = 0;
   int64_t scale_token_stride = 0;
+  // gather_paged_kv of an int4 cache: [num_blocks, num_kv_heads, block_size], as the scales.
+  // A value is scale * (n - 8) + zero, each operation rounded by itself, then rounded to `dtype`.
+  const float* k_zero = nullptr;
+  const float* v_zero = nullptr;
 
+  VLLM_KERNELS_HOST_DEVICE int64_t scale_offset(TokenLocation at, int64_t head) const {
+    return at.block * scale_block_stride + head * scale_head_stride + at.token * scale_token_stride;
+  }
   VLLM_KERNELS_HOST_DEVICE float scale(const float* scales, TokenLocation at, int64_t head) const {
-    if (scales == nullptr) return 1.0f;
-    return scales[at.block * scale_block_stride + head * scale_head_stride +
-                  at.token * scale_token_stride];
+    return scales == nullptr ? 1.0f : scales[scale_offset(at, head)];
   }
 };
 

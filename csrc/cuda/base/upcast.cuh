@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "cuda/base/architecture.cuh"
+#include "cuda/base/int4.cuh"
 #include "cuda/base/int8.cuh"
 
 namespace vllm_kernels::cuda {
@@ -62,6 +63,28 @@ __device__ __forceinline__ void upcast4<int8_t>(uint32_t bytes, uint32_t& low, u
 template <>
 __device__ __forceinline__ void upcast4<ScaledInt8>(uint32_t bytes, uint32_t& low, uint32_t& high) {
   upcast4<int8_t>(bytes, low, high);
+}
+
+// Upcasts four bytes of int4 elements, whose numbers n stand for n - 8. Pairs are of bytes 0 and 2,
+// and of bytes 1 and 3: so four masks of the word suffice. The fp16 number 0x6400 | m is 1024 + m.
+// For a byte's low half m is n, and for its high half it is 16 n.
+__device__ __forceinline__ void upcast_nibbles(uint32_t bytes, uint32_t& low02, uint32_t& low13,
+                                               uint32_t& high02, uint32_t& high13) {
+  const auto centred = [](uint32_t word, uint32_t mask, float factor, float bias) {
+    const uint32_t biased = word & mask | 0x64006400u;
+    __half2 value;
+    memcpy(&value, &biased, sizeof(value));
+    value = __hfma2(value, __float2half2_rn(factor), __float2half2_rn(bias));
+    uint32_t pair;
+    memcpy(&pair, &value, sizeof(pair));
+    return pair;
+  };
+  const auto low = [&](uint32_t word) { return centred(word, 0x000f000fu, 1.0f, -1032.0f); };
+  const auto high = [&](uint32_t word) { return centred(word, 0x00f000f0u, 0x1p-4f, -72.0f); };
+  low02 = low(bytes);
+  high02 = high(bytes);
+  low13 = low(bytes >> 8);
+  high13 = high(bytes >> 8);
 }
 
 // A query row as fp16, for products with an upcast 8-bit cache: the row times `factor`, a power of
