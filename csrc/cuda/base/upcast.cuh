@@ -7,8 +7,8 @@
 #include <cstring>
 
 #include "cuda/base/architecture.cuh"
-#include "cuda/base/int4.cuh"
 #include "cuda/base/int8.cuh"
+#include "cuda/base/vec.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -70,17 +70,16 @@ __device__ __forceinline__ void upcast4<ScaledInt8>(uint32_t bytes, uint32_t& lo
 // For a byte's low half m is n, and for its high half it is 16 n.
 __device__ __forceinline__ void upcast_nibbles(uint32_t bytes, uint32_t& low02, uint32_t& low13,
                                                uint32_t& high02, uint32_t& high13) {
-  const auto centred = [](uint32_t word, uint32_t mask, float factor, float bias) {
-    const uint32_t biased = word & mask | 0x64006400u;
-    __half2 value;
-    memcpy(&value, &biased, sizeof(value));
-    value = __hfma2(value, __float2half2_rn(factor), __float2half2_rn(bias));
-    uint32_t pair;
-    memcpy(&pair, &value, sizeof(pair));
-    return pair;
+  const auto biased = [](uint32_t word, uint32_t mask) {
+    return bits_as<__half2>(word & mask | 0x64006400u);
   };
-  const auto low = [&](uint32_t word) { return centred(word, 0x000f000fu, 1.0f, -1032.0f); };
-  const auto high = [&](uint32_t word) { return centred(word, 0x00f000f0u, 0x1p-4f, -72.0f); };
+  const auto low = [&](uint32_t word) {
+    return bits_as<uint32_t>(__hadd2(biased(word, 0x000f000fu), __float2half2_rn(-1032.0f)));
+  };
+  const auto high = [&](uint32_t word) {
+    return bits_as<uint32_t>(
+        __hfma2(biased(word, 0x00f000f0u), __float2half2_rn(0x1p-4f), __float2half2_rn(-72.0f)));
+  };
   low02 = low(bytes);
   high02 = high(bytes);
   low13 = low(bytes >> 8);

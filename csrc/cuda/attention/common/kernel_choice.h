@@ -53,6 +53,7 @@ enum Obstacle : uint32_t {
   kUnalignedProjection = 1 << 24,   // fused decode: vectors of 16 bytes
   kTokenScales = 1 << 25,           // prefill sm80; sm90: int4; layout vllm, heads above 128
   kTreeMask = 1 << 26,              // prefill: no tree mask
+  kWgmmaInt4 = 1 << 27,             // decode_wgmma: no int4
 };
 
 // Grid and splits of the SIMT kernel.

@@ -441,19 +441,17 @@ class KvPipeline {
     const int of_page = token >> layout_.page_shift & (1 << layout_.pages_shift) - 1;
     const int32_t block = __shfl_sync(0xffffffffu, blocks_, page + of_page);
     const TokenScales& scales = p.token_scales;
-    constexpr int kArrays = kScaleArrays<Cache>;
-    const float *key = scales.key, *value = scales.value;
-    bool is_value = lane_ >= kChunks;
+    constexpr int kLanes = kScaleArrays<Cache> * kChunks;
+    const bool is_value = kHasZeros<Cache> ? lane_ / kChunks % 2 != 0 : lane_ >= kChunks;
+    if (static_cast<uint32_t>(block) >= p.kv.num_blocks || lane_ >= kLanes) return;
+    const float* page_scales = is_value ? scales.value + scales.value_offset(block, kv_head_)
+                                        : scales.key + scales.key_offset(block, kv_head_);
     if constexpr (kHasZeros<Cache>) {
-      is_value = lane_ / kChunks % 2 != 0;
       if (lane_ >= 2 * kChunks) {
-        key = scales.key_zero;
-        value = scales.value_zero;
+        page_scales = is_value ? scales.value_zero + scales.value_offset(block, kv_head_)
+                               : scales.key_zero + scales.key_offset(block, kv_head_);
       }
     }
-    if (static_cast<uint32_t>(block) >= p.kv.num_blocks || lane_ >= kArrays * kChunks) return;
-    const float* page_scales = is_value ? value + scales.value_offset(block, kv_head_)
-                                        : key + scales.key_offset(block, kv_head_);
     copy16_async(scales_of(stage) + lane_ * 16,
                  page_scales + (first + token & (1 << layout_.page_shift) - 1));
   }
@@ -598,7 +596,8 @@ class KvPipeline {
     constexpr int kBoxChunks =
         kTokensOfBox * sizeof(Cache) / 16;                     // 16-byte chunks in a box's row of V
     const int chunks = is_valid ? kv.head_size * kChunks : 0;  // of K; V has as many
-#pragma unroll 2
+    constexpr int kUnroll = kHasZeros<Cache> ? 1 : 2;          // two spill with int4's zeros
+#pragma unroll kUnroll
     for (int i = lane_; i < chunks; i += 32) {
       const int t = i % kTokens, chunk = i / kTokens;
       copy16_async(stage + layout_.key_offset + t / kTokensOfBox * layout_.page_stride +

@@ -140,7 +140,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; stores have no bank conflicts
   if (threadIdx.x == 0) barrier_init(shared_address(&next_index_ready), 1);
   Mma mma;
-  mma.head_size = p.kv.head_size;
+  mma.head_size = head_size / kValues;
   mma.set_addresses(shape.stage_layout, lane);
   mma.keep_addresses();
   if (head_size < kMaxHeadSize) {  // K past the head size is read, but never copied: zero it
@@ -154,9 +154,11 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
   // Rounds of sequences whose lengths a lane keeps, as registers allow.
-  using Scheduler = TileScheduler<kMultiWarp || (NewToken::kAny && kBytes == 1) ? 1
-                                  : kBytes == 1                                 ? 4
-                                                                                : 8>;
+  constexpr int kRounds = kMultiWarp || (NewToken::kAny && kBytes == 1) ? 1
+                          : kHasZeros<Cache>                            ? sm90a_or(4, 2)
+                          : kBytes == 1                                 ? 4
+                                                                        : 8;
+  using Scheduler = TileScheduler<kRounds>;
   Scheduler scheduler;
   uint32_t index = blockIdx.x;                         // of the current work tile
   const int first_row = warp_in_consumer * warp_rows;  // this warp's first row of a work tile
