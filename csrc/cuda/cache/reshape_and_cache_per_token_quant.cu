@@ -171,8 +171,7 @@ class RowRange {
     const auto four = [&](int i) {
       return low_bytes4(values[i], values[i + 1], values[i + 2], values[i + 3]);
     };
-    return bits_as<Elements<ScaledInt4, 8>>(
-        uint2{four(0) | four(8) << 4, four(4) | four(12) << 4});
+    return bits_as<Elements<ScaledInt4, 8>>(uint2{four(0) | four(8) << 4, four(4) | four(12) << 4});
   }
 
   template <typename T>
@@ -379,10 +378,13 @@ __global__ void __launch_bounds__(256) quantize_elements_kernel(Params p) {
       return to[is_key ? kv.key_offset(block, head, token, d)
                        : kv.value_offset(block, head, token, d)];
     };
-    const int64_t at =
-        is_key ? block * p.key_scales_block_stride + head * p.key_scales_head_stride + token
-               : block * p.value_scales_block_stride + head * p.value_scales_head_stride + token;
-    float* scales = is_key ? p.key_scales : p.value_scales;
+    const auto store_scale = [&](float scale, [[maybe_unused]] float zero) {
+      const int64_t at =
+          is_key ? block * p.key_scales_block_stride + head * p.key_scales_head_stride + token
+                 : block * p.value_scales_block_stride + head * p.value_scales_head_stride + token;
+      (is_key ? p.key_scales : p.value_scales)[at] = scale;
+      if constexpr (kValuesOf<Cache> == 2) (is_key ? p.key_zeros : p.value_zeros)[at] = zero;
+    };
     if constexpr (kValuesOf<Cache> == 2) {
       Extent extent;
       for (int d = lane; d < 2 * kv.head_size; d += 32) {
@@ -392,10 +394,7 @@ __global__ void __launch_bounds__(256) quantize_elements_kernel(Params p) {
       for (int d = lane; d < kv.head_size; d += 32) {
         element(d) = range.quantize(x[d], x[kv.head_size + d]);
       }
-      if (lane == 0) {
-        scales[at] = range.scale;
-        (is_key ? p.key_zeros : p.value_zeros)[at] = range.zero;
-      }
+      if (lane == 0) store_scale(range.scale, range.zero);
     } else {
       uint32_t largest = 0;
       for (int d = lane; d < kv.head_size; d += 32) {
@@ -403,7 +402,7 @@ __global__ void __launch_bounds__(256) quantize_elements_kernel(Params p) {
       }
       const RowScale scale(lanes_max(largest, 32));
       for (int d = lane; d < kv.head_size; d += 32) element(d) = scale.quantize(x[d]);
-      if (lane == 0) scales[at] = scale.scale;
+      if (lane == 0) store_scale(scale.scale, 0.0f);
     }
   }
 }
