@@ -20,7 +20,8 @@
 // int4: a row of `head_size` bytes has twice as many dimensions. Every step of 16 bytes gives two
 // steps of mmas: 16 dimensions of the first half of the row, then those of the second half. The
 // upcast pairs bytes 0 and 2, and bytes 1 and 3. So k slots {2j, 2j+1, 2j+8, 2j+9} stand for bytes
-// 4j, 4j+2, 4j+1, 4j+3. No masks are needed for V: any bytes are finite numbers.
+// 4j, 4j+2, 4j+1, 4j+3. The upcast's factor of the second half is undone in the query, and in the
+// output at the end. No masks are needed for V: any bytes are finite numbers.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -61,6 +62,11 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
   // The row (0 .. 8 * kTiles - 1) of this lane's column j (0 or 1).
   static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
     return tile * 8 + (lane % 4) * 2 + j;
+  }
+
+  // The factor of step k's numbers after the upcast, a power of two.
+  static __device__ __forceinline__ constexpr float stored_factor(int k) {
+    return k % kHalves == 0 ? 1.0f : kHighNibbleFactor;
   }
 
   // Loads this lane's elements of query rows 8 * tile + lane / 4, unconverted. `rows`: null for no
@@ -123,8 +129,9 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           constexpr int kSecond = kIsInt4 ? 2 : 1, kThird = 3 - kSecond;
-          query[tile][k] = {pack2<__half>(at(k, 0) * factor, at(k, kSecond) * factor),
-                            pack2<__half>(at(k, kThird) * factor, at(k, 3) * factor)};
+          const float by = factor / stored_factor(k);
+          query[tile][k] = {pack2<__half>(at(k, 0) * by, at(k, kSecond) * by),
+                            pack2<__half>(at(k, kThird) * by, at(k, 3) * by)};
         }
         const float to_log2 = inverse * softmax_scale_log2;
         if constexpr (kZeros) {
@@ -133,7 +140,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
           for (int k = 0; k < kSteps; ++k) {
             const float2 first = __half22float2(bits_as<__half2>(query[tile][k].x)),
                          second = __half22float2(bits_as<__half2>(query[tile][k].y));
-            total += (first.x + first.y) + (second.x + second.y);
+            total += ((first.x + first.y) + (second.x + second.y)) * stored_factor(k);
           }
           total += __shfl_xor_sync(0xffffffffu, total, 1);
           total += __shfl_xor_sync(0xffffffffu, total, 2);
@@ -467,7 +474,9 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) out[tile][k][j] += zero_sum[tile][j & 1];
+          for (int j = 0; j < 4; ++j) {
+            out[tile][k][j] = out[tile][k][j] / stored_factor(k) + zero_sum[tile][j & 1];
+          }
         }
       }
     }
