@@ -281,9 +281,11 @@ KvForm decode_form(const PagedKv& kv) {
 // Whether the decode kernel takes rows of NHD or HND in form kPlainRows.
 bool takes_plain_rows(const PagedKv& kv, const DeviceModel& device) {
   const bool contiguous = rows_are_contiguous(kv);
-  return kv.layout != KvLayout::kVllm && kv.block_size >= 8 && values_of(kv.dtype) == 1 &&
-         (contiguous || device.architecture >= 90) &&
-         prefers_plain_rows(kv.head_size, size_of(kv.dtype) == 2, contiguous);
+  const bool prefers = values_of(kv.dtype) > 1
+                           ? prefers_plain_int4_rows(kv.head_size, contiguous)
+                           : prefers_plain_rows(kv.head_size, size_of(kv.dtype) == 2, contiguous);
+  return kv.layout != KvLayout::kVllm && kv.block_size >= 8 &&
+         (contiguous || device.architecture >= 90) && prefers;
 }
 
 KernelChoice choose_decode(const PagedAttentionParams& p, const DeviceModel& device) {
@@ -294,7 +296,7 @@ KernelChoice choose_decode(const PagedAttentionParams& p, const DeviceModel& dev
                          .multi_warp = rows > 8 && !has_single_tokens(p)};
   if (!choice.multi_warp && takes_plain_rows(p.kv, device)) {
     choice.form = KvForm::kPlainRows;
-    choice.padded_head_size = p.kv.head_size;
+    choice.padded_head_size = p.head_size();
   }
   const uint32_t wgmma = when(!device.has_wgmma, kNoWgmma) |
                          when(choice.padded_head_size > kWgmmaMaxHeadSize, kWgmmaHeadSize) |

@@ -155,7 +155,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   }
   // Rounds of sequences whose lengths a lane keeps, as registers allow.
   constexpr int kRounds = kMultiWarp || (NewToken::kAny && kBytes == 1) ? 1
-                          : kHasZeros<Cache>                            ? sm90a_or(4, 2)
+                          : kHasZeros<Cache>                            ? sm90a_or(3, 1)
                           : kBytes == 1                                 ? 4
                                                                         : 8;
   using Scheduler = TileScheduler<kRounds>;
@@ -551,7 +551,9 @@ void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelCho
     case KvForm::kSwizzledRows:
       return with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
     case KvForm::kPlainRows:
-      if constexpr (!kHasZeros<Cache>) {
+      if constexpr (kHasZeros<Cache>) {
+        return plain_rows(Constant<128>{});
+      } else {
         if (choice.padded_head_size == 80) return plain_rows(Constant<80>{});
         if (choice.padded_head_size == 96) return plain_rows(Constant<96>{});
         if (choice.padded_head_size == 112) return plain_rows(Constant<112>{});
