@@ -391,10 +391,10 @@ __global__ void __launch_bounds__(256) quantize_elements_kernel(Params p) {
         extent.add({.low = to_float(x[d]), .high = to_float(x[d])});
       }
       const RowRange range(extent.of_lanes(32));
+      if (lane == 0) store_scale(range.scale, range.zero);
       for (int d = lane; d < kv.head_size; d += 32) {
         element(d) = range.quantize(x[d], x[kv.head_size + d]);
       }
-      if (lane == 0) store_scale(range.scale, range.zero);
     } else {
       uint32_t largest = 0;
       for (int d = lane; d < kv.head_size; d += 32) {
