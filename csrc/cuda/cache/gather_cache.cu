@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
       const int d = (within - head * row_vecs.per_head) * kWidth;
       const TokenLocation at = locations[token];
       to[j] = nullptr;
-      scale[j] = kIsInt4<Stored> ? 0.0f : 1.0f;  // a row of zeros is scale * 0, or 0 * -8 + zero
+      scale[j] = kIsInt4<Stored> ? 0.0f : 1.0f;  // a row of zeros is 1 * 0, of int4 0 * -8 + 0
       if constexpr (kIsInt4<Stored>) zero[j] = 0.0f;
       vecs[j] = {};
       if (at.block != TokenLocation::kUnwritten && base + j * kThreads < count) {

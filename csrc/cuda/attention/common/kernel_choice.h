@@ -152,9 +152,9 @@ constexpr bool may_pair_rows(KvForm form, int padded_head_size, int element_byte
   return form == KvForm::kSwizzledRows && padded_head_size * element_bytes == kColumnBytes / 2;
 }
 
-// Bytes of a pipeline stage: V, then K from key_offset on. padded_head_size is in elements of the
-// cache. line_shift is log2 of the rows that
-// share a line of 128 bytes in form kSwizzledRows.
+// Bytes of a pipeline stage: V, then K from key_offset on. line_shift is log2 of the rows that
+// share a line of 128 bytes in form kSwizzledRows. stage_bytes(): padded_head_size is in elements
+// of the cache.
 struct StageBytes {
   int line_shift;
   int key_offset;

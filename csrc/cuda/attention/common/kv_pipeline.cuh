@@ -596,7 +596,7 @@ class KvPipeline {
     constexpr int kBoxChunks =
         kTokensOfBox * sizeof(Cache) / 16;                     // 16-byte chunks in a box's row of V
     const int chunks = is_valid ? kv.head_size * kChunks : 0;  // of K; V has as many
-    constexpr int kUnroll = kHasZeros<Cache> ? 1 : 2;          // two spill with int4's zeros
+    constexpr int kUnroll = kHasZeros<Cache> ? 1 : 2;          // zeros leave fewer registers
 #pragma unroll kUnroll
     for (int i = lane_; i < chunks; i += 32) {
       const int t = i % kTokens, chunk = i / kTokens;

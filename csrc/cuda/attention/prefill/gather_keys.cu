@@ -7,8 +7,7 @@
 // Two launches, or three for pages of layout vllm:
 //   key_starts_kernel   one CTA: an exclusive prefix sum of the lengths
 //   gather_paged_kv's   cache/gather_cache.cu, without scales: the upcast of 8 bits is exact. (With
-//                       a scale a token: multiplied by it and rounded once. int4: to the
-//                       value of gather_paged_kv.)
+//                       a scale a token: as gather_paged_kv has the values.)
 //
 // Early reads: none. Each kernel waits for its primary kernel first.
 #include "cuda/attention/prefill/gather_keys.h"

@@ -200,7 +200,7 @@ struct SimtCta {
             scales.value[scales.value_offset(block, heads.kv_head) + slot]};
   }
 
-  // int4: scale and zero of a token's K, and of its V; 0 where there is no token.
+  // int4: scale and zero of a token's K, and of its V. (V: 0 where there is no token.)
   __device__ __forceinline__ float2 key_scale_zero(int block, int slot) const {
     const int64_t at = p.token_scales.key_offset(block, heads.kv_head) + slot;
     return {p.token_scales.key[at], p.token_scales.key_zero[at]};
@@ -285,7 +285,7 @@ struct SimtCta {
     const float values[4] = {state.out.x * result.scale, state.out.y * result.scale,
                              state.out.z * result.scale, state.out.w * result.scale};
     Query* out = static_cast<Query*>(p.out) + tokens.query * p.out_stride +
-                 int64_t{global} * (p.kv.head_size * kValuesOf<Cache>)+d;
+                 int64_t{global} * kValuesOf<Cache> * p.kv.head_size + d;
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i] = from_float<Query>(values[i]);  // of any alignment
     if (p.lse != nullptr && d == 0) {
