@@ -70,8 +70,8 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
   const float values[4] = {state.out.x * scale, state.out.y * scale, state.out.z * scale,
                            state.out.w * scale};
   const int64_t token = work_tile.sequence.first_query + query_row.token;
-  const int head_size = p.kv.head_size * kValuesOf<Cache>;
-  const int64_t at = token * p.out_stride + static_cast<int64_t>(query_row.head) * head_size + d;
+  const int64_t at = token * p.out_stride +
+                     static_cast<int64_t>(query_row.head) * kValuesOf<Cache> * p.kv.head_size + d;
   if (p.dtype == DType::kFloat16) {
     store4<Half>(p.out, at, values);
   } else {
