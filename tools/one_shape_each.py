@@ -461,6 +461,67 @@ def prompts() -> None:
                     torch.cuda.synchronize()
 
 
+def rows_by_layout(rows: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """K and V of each layout, of rows in layout NHD of one byte an element."""
+    return {
+        "NHD": (rows, rows),
+        "HND": (rows.transpose(1, 2).contiguous(),) * 2,
+        "vllm": (
+            rows.unflatten(-1, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous(),
+            rows.permute(0, 2, 3, 1).contiguous(),
+        ),
+    }
+
+
+def token_zeros() -> None:
+    """int4 caches, with a scale and a zero a token: written, gathered, and read by each kernel of
+    paged_attention; scales and zeros of unused slots are NaN."""
+    lens = torch.tensor([700, 0, 33, 1300], dtype=torch.int32, device=CUDA)
+    counts = {1: [1, 1, 1, 1], 9: [9, 0, 5, 1], 330: [330, 0, 20, 300], 1100: [600, 0, 1, 1100]}
+    for dtype in DTYPES:
+        for head_size, page, heads in (
+            (128, 16, 2), (64, 16, 8), (96, 32, 2), (256, 8, 2), (192, 256, 2), (128, 64, 8),
+            (128, 4, 1),
+        ):  # fmt: skip
+            pages = -(-1300 // page)
+            tables = torch.randperm(4 * pages, device=CUDA).view(4, pages).int()
+            rows = torch.zeros(4 * pages, page, heads, head_size // 2, device=CUDA).byte()
+            slots = torch.cat(
+                [
+                    tables[seq].long().repeat_interleave(page)[:length] * page
+                    + torch.arange(length, device=CUDA) % page
+                    for seq, length in enumerate(lens.tolist())
+                ]
+            )
+            given = torch.randn(2, len(slots), heads, head_size, device=CUDA).to(dtype)
+            for layout, (key, value) in rows_by_layout(rows).items():
+                scales = torch.full((4, 4 * pages, heads, page), float("nan"), device=CUDA)
+                value = value.clone()
+                for of_call in (slots[:40], slots):
+                    vllm_kernels.reshape_and_cache_per_token_quant(
+                        *given[:, : len(of_call)], key, value, scales[0], scales[1], of_call,
+                        layout, key_zeros=scales[2], value_zeros=scales[3],
+                    )  # fmt: skip
+                starts = torch.tensor([0, *lens.tolist()], device=CUDA).cumsum(0).int()
+                gathered = torch.empty_like(given)
+                vllm_kernels.gather_paged_kv(
+                    *gathered, key, value, tables, starts, layout=layout, k_scale=scales[0],
+                    v_scale=scales[1], k_zero=scales[2], v_zero=scales[3],
+                )  # fmt: skip
+                assert (gathered - given).abs().max() < 1
+                for most, queries in counts.items():
+                    starts = torch.tensor([0, *queries], device=CUDA).cumsum(0).int()
+                    for group in (1, 4) if most < 300 else (4,):
+                        query = torch.randn(sum(queries), group * heads, head_size, device=CUDA)
+                        out = vllm_kernels.paged_attention(
+                            query.to(dtype), key, value, tables, lens, layout=layout,
+                            query_start_loc=starts, max_query_len=most,
+                            k_token_scales=scales[0], v_token_scales=scales[1],
+                            k_token_zeros=scales[2], v_token_zeros=scales[3],
+                        )  # fmt: skip
+                        assert out.isfinite().all()
+
+
 def token_scales() -> None:
     """paged_attention over int8 with a scale a token: decode, several query tokens, prompts, and
     keys that are gathered; scales of unused slots are NaN."""
@@ -477,15 +538,7 @@ def token_scales() -> None:
             scales = torch.rand(2, 4 * pages, heads, page, device=CUDA) / 32
             for seq, length in enumerate(lens.tolist()):
                 scales[:, tables[seq, -(-length // page) :].long()] = float("nan")
-            by_layout = {
-                "NHD": (rows, rows),
-                "HND": (rows.transpose(1, 2).contiguous(),) * 2,
-                "vllm": (
-                    rows.unflatten(-1, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous(),
-                    rows.permute(0, 2, 3, 1).contiguous(),
-                ),
-            }
-            for layout, (key, value) in by_layout.items():
+            for layout, (key, value) in rows_by_layout(rows).items():
                 for most, queries in counts.items():
                     starts = torch.tensor([0, *queries], device=CUDA).cumsum(0).int()
                     for group in (1, 4) if most < 300 else (4,):
@@ -649,6 +702,7 @@ def main() -> None:
     groups = (
         general_attention,
         token_scales,
+        token_zeros,
         tree_masks,
         prompts,
         contiguous_keys,

@@ -42,10 +42,11 @@ bool fits_stride(const PagedKv& kv, int64_t stride, int bytes = 16) {
   return stride >= 0 && length % bytes == 0 && length / 16 <= UINT32_MAX;
 }
 
-// Whether scales of tokens can be read four at a time.
+// Whether scales and zeros of tokens can be read four at a time.
 bool scales_are_aligned(const TokenScales& scales) {
   const auto fits = [](int64_t stride) { return stride % 4 == 0; };
   return is_aligned(scales.key, 16) && is_aligned(scales.value, 16) &&
+         is_aligned(scales.key_zero, 16) && is_aligned(scales.value_zero, 16) &&
          fits(scales.key_block_stride) && fits(scales.key_head_stride) &&
          fits(scales.value_block_stride) && fits(scales.value_head_stride);
 }
@@ -53,14 +54,17 @@ bool scales_are_aligned(const TokenScales& scales) {
 bool cache_is_aligned(const PagedAttentionParams& p) {
   const PagedKv& kv = p.kv;
   return scales_are_aligned(p.token_scales) && is_aligned(kv.key, 16) && is_aligned(kv.value, 16) &&
-         fits_stride(kv, kv.key_block_stride) && fits_stride(kv, kv.key_head_stride) &&
-         fits_stride(kv, kv.value_block_stride) && fits_stride(kv, kv.value_head_stride) &&
+         fits_stride(kv, kv.head_size) && fits_stride(kv, kv.key_block_stride) &&
+         fits_stride(kv, kv.key_head_stride) && fits_stride(kv, kv.value_block_stride) &&
+         fits_stride(kv, kv.value_head_stride) &&
          (kv.layout == KvLayout::kVllm ||
           (fits_stride(kv, kv.key_token_stride) && fits_stride(kv, kv.value_token_stride)));
 }
 
-int padded_to_64_128_256(int head_size) {
-  return head_size <= 64 ? 64 : head_size <= 128 ? 128 : 256;
+// The head sizes of the decode kernels, in values. An int4 cache has none of 64.
+int padded_for_decode(const PagedKv& kv) {
+  const int head_size = kv.head_values();
+  return head_size <= 64 && values_of(kv.dtype) == 1 ? 64 : head_size <= 128 ? 128 : 256;
 }
 
 // The head sizes of the prefill kernels.
@@ -82,11 +86,11 @@ bool has_single_tokens(const PagedAttentionParams& p) {
 // Obstacles of the tensor-core kernels for pages: decode and prefill sm90.
 uint32_t tensor_core_obstacles(const PagedAttentionParams& p, const DeviceModel& device) {
   const PagedKv& kv = p.kv;
-  const int element = size_of(kv.dtype), padded = padded_to_64_128_256(kv.head_size);
+  const int element = size_of(kv.dtype), padded = padded_for_decode(kv);
   const int query_alignment = element == 1 ? 4 : 2;  // elements
   const int min_page = element == 1 && kv.layout == KvLayout::kVllm ? 16 : 8;
   // Two warps with two stages each, and 20 KiB to combine.
-  const int stage = 2 * padded * element * (padded <= 128 ? 32 : 16);
+  const int stage = 2 * padded / values_of(kv.dtype) * element * (padded <= 128 ? 32 : 16);
   return when(p.sparse.on(), kBlockSparse) | when(p.dtype == DType::kFloat32, kFloat32) |
          when(4 * stage + 20 * 1024 > device.shared_memory_per_block, kSharedMemoryTooSmall) |
          when(kv.block_size < min_page && !has_single_tokens(p), kSmallPages) |
@@ -118,7 +122,8 @@ uint32_t prefill_sm90_obstacles(const PagedAttentionParams& p, const DeviceModel
          when(!is_8_bit && kv.dtype != p.dtype, kCacheType) |
          when(is_8_bit && kv.head_size > kMaxHeadSize8Bit, kHeadSizeOn8Bit) |
          when(is_8_bit && p.modifies_scores(), kSoftcapOrAlibiOn8Bit) |
-         when(p.token_scales.any() && !takes_token_scales(prefill_form(kv), kv.head_size),
+         when(p.token_scales.any() &&
+                  (values_of(kv.dtype) > 1 || !takes_token_scales(prefill_form(kv), kv.head_size)),
               kTokenScales);
 }
 
@@ -202,9 +207,10 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
     ++choice.consumer_shift;
   }
   const int tokens = decode_stage_tokens(element, padded, multi_warp);
-  const bool scaled = p.token_scales.any();
-  const int stage = stage_bytes(kv, choice.form, padded, tokens, device.architecture).total;
-  const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
+  const int arrays = scale_arrays(p), head_size = p.head_size();
+  const int stage =
+      stage_bytes(kv, choice.form, padded / values_of(kv.dtype), tokens, device.architecture).total;
+  const int row_bytes = ((head_size + 15) / 16 * 16 + 4) * 4;
   const int max_rows = static_cast<int>(std::min<int64_t>(rows, 8));  // combined at a time
   const int fixed = decode_static_smem(element, padded, multi_warp, fused);
   int memory = device.shared_memory_per_block - fixed;
@@ -214,7 +220,7 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   };
   const auto stages_for = [&](int count) {
     return stages_within(pipeline_memory(count) / (count >> choice.consumer_shift), stage, tokens,
-                         scaled);
+                         arrays);
   };
   // Two CTAs an SM for 8-bit caches with more query tiles than SMs (kCtasPerSmOf8Bit). Not with
   // fixed_split_size: the launch shape may not depend on the batch.
@@ -239,9 +245,9 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   choice.warps = warps;
   choice.grid.x = device.num_sms * choice.ctas_per_sm;
   choice.stages = std::min(stages_for(warps), kMaxPipelineStages);
-  const int all_pipelines = pipelines * pipeline_bytes(choice.stages, stage, tokens, scaled);
+  const int all_pipelines = pipelines * pipeline_bytes(choice.stages, stage, tokens, arrays);
   choice.combine_rows = std::min(
-      {max_rows, (memory - all_pipelines) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
+      {max_rows, (memory - all_pipelines) / (warps * row_bytes), warps * 32 * 4 / head_size});
   choice.shared_bytes = all_pipelines + warps * choice.combine_rows * row_bytes;
   return true;
 }
@@ -260,11 +266,11 @@ void set_wgmma_shape(const PagedAttentionParams& p, const DeviceModel& device,
   const int memory = device.shared_memory_per_block - wgmma_static_smem(row_blocks) - scratch;
   choice.warps = 4 * (consumers + 1);
   choice.grid.x = device.num_sms;
-  const bool scaled = p.token_scales.any();
-  choice.stages = std::min(stages_within(memory / consumers, stage, kWgmmaStageTokens, scaled),
+  const int arrays = scale_arrays(p);
+  choice.stages = std::min(stages_within(memory / consumers, stage, kWgmmaStageTokens, arrays),
                            kMaxPipelineStages);
   choice.shared_bytes =
-      consumers * pipeline_bytes(choice.stages, stage, kWgmmaStageTokens, scaled) + scratch;
+      consumers * pipeline_bytes(choice.stages, stage, kWgmmaStageTokens, arrays) + scratch;
 }
 
 KvForm decode_form(const PagedKv& kv) {
@@ -275,23 +281,26 @@ KvForm decode_form(const PagedKv& kv) {
 // Whether the decode kernel takes rows of NHD or HND in form kPlainRows.
 bool takes_plain_rows(const PagedKv& kv, const DeviceModel& device) {
   const bool contiguous = rows_are_contiguous(kv);
+  const bool prefers = values_of(kv.dtype) > 1
+                           ? prefers_plain_int4_rows(kv.head_size, contiguous)
+                           : prefers_plain_rows(kv.head_size, size_of(kv.dtype) == 2, contiguous);
   return kv.layout != KvLayout::kVllm && kv.block_size >= 8 &&
-         (contiguous || device.architecture >= 90) &&
-         prefers_plain_rows(kv.head_size, size_of(kv.dtype) == 2, contiguous);
+         (contiguous || device.architecture >= 90) && prefers;
 }
 
 KernelChoice choose_decode(const PagedAttentionParams& p, const DeviceModel& device) {
   const int64_t rows = int64_t{p.max_query_len} * group_of(p);
   KernelChoice choice = {.kernel = AttentionKernel::kDecode,
                          .form = decode_form(p.kv),
-                         .padded_head_size = padded_to_64_128_256(p.kv.head_size),
+                         .padded_head_size = padded_for_decode(p.kv),
                          .multi_warp = rows > 8 && !has_single_tokens(p)};
   if (!choice.multi_warp && takes_plain_rows(p.kv, device)) {
     choice.form = KvForm::kPlainRows;
-    choice.padded_head_size = p.kv.head_size;
+    choice.padded_head_size = p.head_size();
   }
   const uint32_t wgmma = when(!device.has_wgmma, kNoWgmma) |
-                         when(choice.padded_head_size > kWgmmaMaxHeadSize, kWgmmaHeadSize);
+                         when(choice.padded_head_size > kWgmmaMaxHeadSize, kWgmmaHeadSize) |
+                         when(values_of(p.kv.dtype) > 1, kWgmmaInt4);
   if (choice.multi_warp && wgmma == kNoObstacle) {
     choice.kernel = AttentionKernel::kDecodeWgmma;
     set_wgmma_shape(p, device, choice);
@@ -305,7 +314,7 @@ KernelChoice choose_decode(const PagedAttentionParams& p, const DeviceModel& dev
 // With few CTAs, sequences are split as far as the workspace has room. With fixed_split_size
 // nothing is split, because the result must not depend on the batch.
 KernelChoice choose_simt(const PagedAttentionParams& p, const DeviceModel& device) {
-  const int chunks = (group_of(p) + kSimtHeads - 1) / kSimtHeads, head_size = p.kv.head_size;
+  const int chunks = (group_of(p) + kSimtHeads - 1) / kSimtHeads, head_size = p.head_size();
   SimtShape shape = {.head_chunks = chunks, .max_splits = 1, .split_tokens = INT32_MAX / 2};
   const int64_t tiles = int64_t{p.num_tokens} * p.kv.num_kv_heads * chunks;
   const int64_t rows = std::max<int64_t>(1, int64_t{p.num_tokens} * p.num_heads);
@@ -334,7 +343,7 @@ KernelChoice choose_simt(const PagedAttentionParams& p, const DeviceModel& devic
 // Returns false if shared memory is too small.
 bool set_prefill_sm80_shape(const PagedAttentionParams& p, const DeviceModel& device,
                             KernelChoice& choice) {
-  choice.padded_head_size = padded_for_prefill(p.kv.head_size);
+  choice.padded_head_size = padded_for_prefill(p.head_size());
   const PrefillSm80Sizes sizes(choice.padded_head_size, size_of(p.kv.dtype) == 1);
   const int max_rows = PrefillSm80Sizes::kMaxWarps * sizes.warp_rows();
   const int64_t tiles =
@@ -376,7 +385,7 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   if (sm90 == kNoObstacle || choice.gathered_rows > 0) {
     choice.main = {.kernel = AttentionKernel::kPrefillSm90,
                    .form = choice.gathered_rows > 0 ? KvForm::kSwizzledRows : prefill_form(p.kv),
-                   .padded_head_size = padded_for_prefill(p.kv.head_size),
+                   .padded_head_size = padded_for_prefill(p.head_size()),
                    .grid = {.x = device.num_sms}};
   } else {
     const uint32_t sm80 = prefill_sm80_obstacles(p);
@@ -438,7 +447,7 @@ void check_fixed_split(const PagedAttentionParams& p, const KernelChoice& choice
   const int padded = choice.padded_head_size;
   const int stage = wgmma ? kWgmmaStageTokens
                           : decode_stage_tokens(size_of(p.kv.dtype), padded, choice.multi_warp);
-  const int64_t slots = workspace_slots(choice.row_shift(), wgmma ? padded : p.kv.head_size);
+  const int64_t slots = workspace_slots(choice.row_shift(), wgmma ? padded : p.head_size());
   const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * p.kv.block_size);
   const int64_t stages = tokens / stage + 2;  // a window may begin inside of a stage
   const int64_t step = std::max(1, p.fixed_split_size / stage);
@@ -485,12 +494,14 @@ constexpr Words kObstacleWords[] = {
     {kLongSequences, "prefill sm80 has sequences up to 2^30 tokens"},
     {kFixedSplit, "fixed_split_size: the kernel may not depend on the batch"},
     {kWgmmaHeadSize, "decode_wgmma has heads up to 128"},
+    {kWgmmaInt4, "decode_wgmma has no int4"},
     {kFusedCache, "one launch has float16, bfloat16 and e4m3 caches of layout vllm"},
     {kFusedPageSize, "one launch has pages up to 16 tokens"},
     {kFusedHeadSize, "one launch has heads up to 128"},
     {kFusedGroup, "one launch has up to 8 query heads per KV head"},
     {kTokenScales,
-     "prefill sm80 has no scale a token, nor prefill sm90 for layout vllm with heads above 128"},
+     "prefill sm80 has no scale a token, nor prefill sm90 for int4, or for layout vllm with heads "
+     "above 128"},
     {kUnalignedProjection,
      "one launch reads qkv, weights, cos_sin_cache and the cache in vectors of 16 bytes"},
 };

@@ -16,6 +16,9 @@ namespace {
 
 void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
                    const DecodeWorkspace& workspace, Stream stream) {
+  if (p.kv.dtype == DType::kInt4x2) {
+    return DecodeKernels<ScaledInt4>::launch(p, choice, workspace, stream);
+  }
   if (p.token_scales.any()) {
     return DecodeKernels<ScaledInt8>::launch(p, choice, workspace, stream);
   }

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/base/fp8.cuh"
+#include "cuda/base/int4.cuh"
 #include "cuda/base/int8.cuh"
 #include "cuda/base/types.cuh"
 #include "cuda/base/upcast.cuh"
@@ -41,6 +42,20 @@ __device__ __forceinline__ void store_dequantized(Out* to, const Elements<Stored
     }
     *reinterpret_cast<Written*>(to) = written;
   }
+}
+
+// int4: the same of both halves of a row of 2 * `half` values, with a zero.
+template <typename Out, int kWidth>
+__device__ __forceinline__ void store_dequantized(Out* to, const Elements<ScaledInt4, kWidth>& vec,
+                                                  float scale, float zero, int half) {
+  Elements<Out, kWidth> low, high;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    low[i] = from_float<Out>(dequantized(vec[i].bits, scale, zero));
+    high[i] = from_float<Out>(dequantized(vec[i].bits >> 4, scale, zero));
+  }
+  *reinterpret_cast<Elements<Out, kWidth>*>(to) = low;
+  *reinterpret_cast<Elements<Out, kWidth>*>(to + half) = high;
 }
 
 }  // namespace vllm_kernels::cuda

@@ -2,6 +2,7 @@
 // type, or value / scale quantized to 8 bits.
 #pragma once
 #include <cstdint>
+#include <stdexcept>
 #include <type_traits>
 
 #include "cuda/base/exact_division.cuh"
@@ -67,6 +68,7 @@ __device__ __forceinline__ Elements16<C> quantize(const Elements16<T>* elements,
 }
 
 // Calls body(C{}) with the cache's element type for a model of type T: an 8-bit type, or T itself.
+// Callers that have int4 caches handle them before.
 template <typename T, typename Body>
 void dispatch_cache(DType cache, Body&& body) {
   switch (cache) {
@@ -76,12 +78,14 @@ void dispatch_cache(DType cache, Body&& body) {
       return body(Fp8E5M2{});
     case DType::kInt8:
       return body(int8_t{});
+    case DType::kInt4x2:
+      throw std::logic_error("an int4 cache where none is supported");
     default:
       return body(T{});
   }
 }
 
-// Calls body(C{}) with the device type of an 8-bit dtype.
+// Calls body(C{}) with the device type of an 8-bit dtype, not of int4.
 #pragma nv_exec_check_disable
 template <typename Body>
 __host__ __device__ __forceinline__ void dispatch_8_bit(DType dtype, Body&& body) {

@@ -8,6 +8,7 @@
 
 #include "cuda/base/architecture.cuh"
 #include "cuda/base/int8.cuh"
+#include "cuda/base/vec.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -63,6 +64,25 @@ template <>
 __device__ __forceinline__ void upcast4<ScaledInt8>(uint32_t bytes, uint32_t& low, uint32_t& high) {
   upcast4<int8_t>(bytes, low, high);
 }
+
+// Upcasts four bytes of int4 elements to fp16: n - 8 of each low half, and 16 (n - 8) of each high
+// half. Pairs are of bytes 0 and 2, and of bytes 1 and 3: then a mask moves nothing. The fp16
+// number 0x6400 | m is 1024 + m, where m is n or 16 n.
+__device__ __forceinline__ void upcast_nibbles(uint32_t bytes, uint32_t& low02, uint32_t& low13,
+                                               uint32_t& high02, uint32_t& high13) {
+  const auto centred = [](uint32_t word, uint32_t mask, float bias) {
+    uint32_t pair;  // (word & mask) | 0x64006400, for which the compiler would use two instructions
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(pair) : "r"(word), "r"(mask), "r"(0x64006400u));
+    return bits_as<uint32_t>(__hsub2(bits_as<__half2>(pair), __float2half2_rn(bias)));
+  };
+  const auto low = [&](uint32_t word) { return centred(word, 0x000f000fu, 1024.0f + 8.0f); };
+  const auto high = [&](uint32_t word) { return centred(word, 0x00f000f0u, 1024.0f + 128.0f); };
+  low02 = low(bytes);
+  high02 = high(bytes);
+  low13 = low(bytes >> 8);
+  high13 = high(bytes >> 8);
+}
+constexpr float kHighNibbleFactor = 16.0f;
 
 // A query row as fp16, for products with an upcast 8-bit cache: the row times `factor`, a power of
 // two. Scores are then multiplied by `inverse`.

@@ -1,5 +1,5 @@
 // Gathers tokens of paged sequences into rows [num_rows, num_kv_heads, head_size], and dequantizes
-// an 8-bit cache on the way. It serves cp_gather_cache, gather_and_maybe_dequant_cache and
+// an 8-bit or int4 cache on the way. It serves cp_gather_cache, gather_and_maybe_dequant_cache and
 // gather_paged_kv.
 //
 //   gather_rows_kernel    grid (rows / tokens, K and V): all layouts but the V of layout vllm
@@ -27,6 +27,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;  // accesses in flight a thread
+template <typename Stored>
+constexpr bool kIsInt4 = kValuesOf<Stored> == 2;
 
 // How a CTA's work is divided, computed at launch.
 struct RowVecs {
@@ -54,6 +56,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto* source = static_cast<const Stored*>(is_key ? kv.key : kv.value);
   auto* rows = static_cast<Out*>(is_key ? p.key : p.value);
   const float* scales = is_key ? kv.k_scale : kv.v_scale;
+  [[maybe_unused]] const float* zeros = is_key ? p.k_zero : p.v_zero;
   const int64_t block_stride = is_key ? kv.key_block_stride : kv.value_block_stride;
   const int64_t token_stride = is_key ? kv.key_token_stride : kv.value_token_stride;
   const int64_t head_stride = is_key ? kv.key_head_stride : kv.value_head_stride;
@@ -69,6 +72,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int base = threadIdx.x; base < count; base += kUnroll * kThreads) {
     Elements<Stored, kWidth> vecs[kUnroll];
     float scale[kUnroll];
+    [[maybe_unused]] float zero[kUnroll];
     Out* to[kUnroll];
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
@@ -79,7 +83,8 @@ __global__ void __launch_bounds__(kThreads)
       const int d = (within - head * row_vecs.per_head) * kWidth;
       const TokenLocation at = locations[token];
       to[j] = nullptr;
-      scale[j] = 1.0f;
+      scale[j] = kIsInt4<Stored> ? 0.0f : 1.0f;  // a row of zeros is 1 * 0, of int4 0 * -8 + 0
+      if constexpr (kIsInt4<Stored>) zero[j] = 0.0f;
       vecs[j] = {};
       if (at.block != TokenLocation::kUnwritten && base + j * kThreads < count) {
         to[j] = rows + int64_t{first + token} * row_stride + head * out_head_stride + d;
@@ -89,11 +94,17 @@ __global__ void __launch_bounds__(kThreads)
             source + at.block * block_stride + head * head_stride + at.token * token_stride +
             (d >> shift) * chunk_stride + (d & (kv.x - 1)));
         if constexpr (!std::is_same_v<Out, Stored>) scale[j] = p.scale(scales, at, head);
+        if constexpr (kIsInt4<Stored>) zero[j] = p.scale(zeros, at, head);
       }
     }
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      if (to[j] != nullptr) store_dequantized<Out>(to[j], vecs[j], scale[j]);
+      if (to[j] == nullptr) continue;
+      if constexpr (kIsInt4<Stored>) {
+        store_dequantized<Out>(to[j], vecs[j], scale[j], zero[j], kv.head_size);
+      } else {
+        store_dequantized<Out>(to[j], vecs[j], scale[j]);
+      }
     }
   }
 }
@@ -136,12 +147,19 @@ __global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParam
     const TokenLocation from = locations[row];
     if (from.block == TokenLocation::kUnwritten) continue;
     Elements<Stored, kWidth> vec = {};
-    float scale = 1.0f;
+    float scale = kIsInt4<Stored> ? 0.0f : 1.0f;
+    [[maybe_unused]] float zero = 0.0f;
     if (from.block >= 0) {
       vec = *reinterpret_cast<const Elements<Stored, kWidth>*>(tile + row * pitch + d);
       if constexpr (!std::is_same_v<Out, Stored>) scale = p.scale(kv.v_scale, from, head);
+      if constexpr (kIsInt4<Stored>) zero = p.scale(p.v_zero, from, head);
     }
-    store_dequantized<Out>(rows + int64_t{first + row} * p.value_row_stride + d, vec, scale);
+    Out* to = rows + int64_t{first + row} * p.value_row_stride + d;
+    if constexpr (kIsInt4<Stored>) {
+      store_dequantized<Out>(to, vec, scale, zero, kv.head_size);
+    } else {
+      store_dequantized<Out>(to, vec, scale);
+    }
   }
 }
 
@@ -219,6 +237,7 @@ void launch(const GatherCacheParams& p, Stream stream) {
   }
   dispatch_float(p.dtype, [&](auto rows) {
     using Out = decltype(rows);
+    if (p.kv.dtype == DType::kInt4x2) return launch_as<Out, ScaledInt4>(p, stream);
     dispatch_8_bit(p.kv.dtype, [&](auto stored) { launch_as<Out, decltype(stored)>(p, stream); });
   });
 }

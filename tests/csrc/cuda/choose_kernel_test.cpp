@@ -1,5 +1,5 @@
-// choose_kernel() and choose_fused_decode() against a golden table: 500 calls on each of five
-// devices. No GPU.
+// choose_kernel() and choose_fused_decode() against a golden table: 500 calls and up to 100 over
+// int4, on each of five devices. No GPU.
 //
 // A call is drawn from the axes below by a fixed generator. To accept a wanted change of the
 // choice: UPDATE_GOLDEN=1 build/csrc_tests/choose_kernel_tests, then read the diff.
@@ -136,10 +136,13 @@ Call draw_call(Draw& draw) {
   return call;
 }
 
-// Gives an int8 cache a scale a token; every fourth time where copies of 16 bytes cannot read them.
+// Gives an int8 or int4 cache a scale a token; every fourth time where copies of 16 bytes cannot
+// read them.
 void scale_tokens(Call& call, int number) {
   PagedAttentionParams& p = call.params;
-  if (p.kv.dtype != DType::kInt8 || p.key_start_loc != nullptr) return;
+  if ((p.kv.dtype != DType::kInt8 && p.kv.dtype != DType::kInt4x2) || p.key_start_loc != nullptr) {
+    return;
+  }
   const int64_t head = p.kv.block_size, block = head * p.kv.num_kv_heads;
   const auto* scales = static_cast<const float*>(at(4096 + (number % 4 == 0 ? 4 : 0)));
   p.token_scales = {.key = scales,
@@ -148,7 +151,23 @@ void scale_tokens(Call& call, int number) {
                     .key_head_stride = head,
                     .value_block_stride = block,
                     .value_head_stride = head};
+  if (p.kv.dtype == DType::kInt4x2) {
+    p.token_scales.key_zero = p.token_scales.value_zero = scales;
+  }
   call.name += " token_scales";
+}
+
+// The same call over an int4 cache. Returns false where the op refuses it.
+bool over_int4(Call& call) {
+  PagedKv& kv = call.params.kv;
+  if (kv.head_size < 64 || kv.head_size % 32 != 0 || call.params.key_start_loc != nullptr) {
+    return false;
+  }
+  kv.dtype = DType::kInt4x2;
+  kv.head_size /= 2;
+  set_strides(kv);
+  call.name += " over int4";
+  return true;
 }
 
 std::string one_line(std::string text) {
@@ -166,8 +185,12 @@ std::string table() {
   std::ostringstream lines;
   for (const NamedDevice& device : kDevices) {
     Draw draw(20261124);
-    for (int i = 0; i < 500; ++i) {
-      const Call call = draw_call(draw);
+    for (int i = 0; i < 600; ++i) {
+      Call call = draw_call(draw);
+      if (i >= 500) {
+        if (!over_int4(call)) continue;
+        scale_tokens(call, i);
+      }
       const AttentionChoice choice = choose_kernel(call.params, device.model);
       lines << device.name << " " << call.name << " -> " << one_line(describe(choice))
             << shifts(choice.main);
@@ -220,6 +243,7 @@ TEST(ChooseKernel, LaunchShapesFitTheDevice) {
     Draw draw(7);
     for (int i = 0; i < 20000; ++i) {
       Call call = draw_call(draw);
+      if (i % 4 == 0) over_int4(call);
       if (i % 2 == 0) scale_tokens(call, i / 2);
       const AttentionChoice choice = choose_kernel(call.params, device.model);
       for (const KernelChoice* launch : {&choice.main, &choice.concurrent_decode}) {
@@ -247,6 +271,7 @@ TEST(ChooseKernel, ScalesOfTokensAreRead) {
     Draw draw(13);
     for (int i = 0; i < 20000; ++i) {
       Call call = draw_call(draw);
+      if (i % 3 == 0) over_int4(call);
       scale_tokens(call, i);
       if (!call.params.token_scales.any()) continue;
       const AttentionChoice choice = choose_kernel(call.params, device.model);
@@ -267,6 +292,7 @@ TEST(ChooseKernel, FixedSplitsMakeTheBatchIrrelevant) {
     Draw draw(11);
     for (int i = 0; i < 20000; ++i) {
       Call call = draw_call(draw);
+      if (i % 4 == 0) over_int4(call);
       if (i % 2 == 0) scale_tokens(call, i / 2);
       call.params.fixed_split_size = 2048;
       PagedAttentionParams alone = call.params;

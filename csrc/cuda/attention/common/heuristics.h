@@ -123,6 +123,12 @@ constexpr bool prefers_plain_rows(int head_size, bool is_16_bit, bool contiguous
   }
 }
 
+// The same for rows of `bytes` bytes of int4. As swizzled rows those of 64 bytes that do not follow
+// each other take a line of 128 bytes each, so there is room for half as many warps. (No row.)
+constexpr bool prefers_plain_int4_rows(int bytes, bool contiguous) {
+  return bytes == 64 && !contiguous;
+}
+
 // Tile shape of a CTA. Registers (65536 in all) and shared memory limit it.
 struct PrefillTuning {
   int consumers = 2;  // consumer warpgroups, 64 rows of a work tile each

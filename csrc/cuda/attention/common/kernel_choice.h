@@ -51,8 +51,9 @@ enum Obstacle : uint32_t {
   kFusedHeadSize = 1 << 22,         // fused decode: up to 128
   kFusedGroup = 1 << 23,            // fused decode: up to 8 query heads per KV head
   kUnalignedProjection = 1 << 24,   // fused decode: vectors of 16 bytes
-  kTokenScales = 1 << 25,           // prefill sm80; sm90: layout vllm, heads above 128
+  kTokenScales = 1 << 25,           // prefill sm80; sm90: int4; layout vllm, heads above 128
   kTreeMask = 1 << 26,              // prefill: no tree mask
+  kWgmmaInt4 = 1 << 27,             // decode_wgmma: no int4
 };
 
 // Grid and splits of the SIMT kernel.
@@ -70,7 +71,7 @@ struct Grid {
 struct KernelChoice {
   AttentionKernel kernel = AttentionKernel::kSimt;
   KvForm form = KvForm::kSwizzledRows;
-  int padded_head_size = 0;  // of the instantiation
+  int padded_head_size = 0;  // of the instantiation, in values
   bool multi_warp = false;   // decode: several warps share a pipeline
   int warps = 0;             // of a CTA
   int ctas_per_sm = 1;
@@ -108,7 +109,7 @@ inline KvForm prefill_form(const PagedKv& kv) {
 // Scratch of gather_keys(): K and V of `rows` rows, then the sequences' first rows. Heads are
 // padded to 32 bytes: TMA is slow where rows begin within a sector.
 inline int64_t gathered_head_stride(const PagedAttentionParams& p) {
-  return (p.kv.head_size + 15) / 16 * 16;
+  return (p.head_size() + 15) / 16 * 16;
 }
 inline int64_t gathered_tensor_bytes(const PagedAttentionParams& p, int64_t rows) {
   return rows * p.kv.num_kv_heads * gathered_head_stride(p) * size_of(p.dtype);
@@ -152,7 +153,8 @@ constexpr bool may_pair_rows(KvForm form, int padded_head_size, int element_byte
 }
 
 // Bytes of a pipeline stage: V, then K from key_offset on. line_shift is log2 of the rows that
-// share a line of 128 bytes in form kSwizzledRows.
+// share a line of 128 bytes in form kSwizzledRows. stage_bytes(): padded_head_size is in elements
+// of the cache.
 struct StageBytes {
   int line_shift;
   int key_offset;
@@ -176,20 +178,24 @@ inline StageBytes stage_bytes(const PagedKv& kv, KvForm form, int padded_head_si
       .line_shift = line_shift, .key_offset = offset, .total = (offset + key + 127) / 128 * 128};
 }
 
-// Bytes of a stage's scales, for a cache with a scale a token: of its keys, then of its values.
-constexpr int token_scale_bytes(int tokens) {
-  return 2 * tokens * 4;
+// Arrays of floats, one a token, that a stage has for a cache with a scale a token: the scales of
+// its keys and of its values, then (int4) the zeros of both.
+inline int scale_arrays(const PagedAttentionParams& p) {
+  return p.token_scales.any() ? 2 * values_of(p.kv.dtype) : 0;
+}
+constexpr int token_scale_bytes(int tokens, int arrays) {
+  return arrays * tokens * 4;
 }
 // Bytes of a pipeline: its stages of `stage` bytes, then their scales. It ends where the next
 // pipeline's stages may begin.
-constexpr int pipeline_bytes(int stages, int stage, int tokens, bool has_token_scales) {
-  if (!has_token_scales) return stages * stage;
-  return (stages * (stage + token_scale_bytes(tokens)) + 1023) / 1024 * 1024;
+constexpr int pipeline_bytes(int stages, int stage, int tokens, int arrays) {
+  if (arrays == 0) return stages * stage;
+  return (stages * (stage + token_scale_bytes(tokens, arrays)) + 1023) / 1024 * 1024;
 }
 // The stages of a pipeline of at most `bytes` bytes.
-constexpr int stages_within(int bytes, int stage, int tokens, bool has_token_scales) {
-  if (!has_token_scales) return bytes / stage;
-  return bytes / 1024 * 1024 / (stage + token_scale_bytes(tokens));
+constexpr int stages_within(int bytes, int stage, int tokens, int arrays) {
+  if (arrays == 0) return bytes / stage;
+  return bytes / 1024 * 1024 / (stage + token_scale_bytes(tokens, arrays));
 }
 
 // Blocks of 8 query rows per warp. If several warps share a pipeline, as many as registers hold.

@@ -17,7 +17,7 @@
 // kv_smem_layout.cuh has the layouts of a stage.
 //
 // Caches with a scale a token: lanes copy the scales of a stage, 16 bytes each (cp.async). They lie
-// behind the pipeline's stages: those of a stage's keys, then of its values.
+// behind the pipeline's stages: those of a stage's keys, then of its values. int4: then the zeros.
 //
 // Early reads, before the PDL wait: look_up_speculative() reads the block table, and prefetch()
 // fetches pages into L2. No page is read before the wait, unless PagedAttentionParams::kv_ready
@@ -112,7 +112,7 @@ class KvPipeline {
 
   // Bytes of a pipeline in shared memory.
   static __device__ __forceinline__ int bytes(const PipelineLayout& layout) {
-    return pipeline_bytes(layout.stages, layout.stage_bytes, kTokens, kScaled);
+    return pipeline_bytes(layout.stages, layout.stage_bytes, kTokens, kScaleArrays<Cache>);
   }
 
   // `barrier_words`: kWords in shared memory. `is_producer`: whether this warp produces; only
@@ -355,7 +355,7 @@ class KvPipeline {
   __device__ __forceinline__ uint32_t value() const {
     return stages_address_ + consumer_stage_ * layout_.stage_bytes;
   }
-  // Its scales: those of K, then those of V.
+  // Its scales: those of K, then those of V. int4: then the zeros of both.
   __device__ __forceinline__ uint32_t scales() const { return scales_of(consumer_stage_); }
   __device__ __forceinline__ Bits present() const {
     return kShared || incomplete_ >> consumer_stage_ & 1
@@ -430,7 +430,7 @@ class KvPipeline {
   }
   __device__ __forceinline__ uint32_t scales_of(int stage) const {
     return stages_address_ + layout_.stages * layout_.stage_bytes +
-           stage * token_scale_bytes(kTokens);
+           stage * token_scale_bytes(kTokens, kScaleArrays<Cache>);
   }
   // Copies the scales of a stage that begins at token `first`; lane `page` of blocks_ has its first
   // page. All lanes call it; a lane copies the scales of 4 tokens.
@@ -441,10 +441,17 @@ class KvPipeline {
     const int of_page = token >> layout_.page_shift & (1 << layout_.pages_shift) - 1;
     const int32_t block = __shfl_sync(0xffffffffu, blocks_, page + of_page);
     const TokenScales& scales = p.token_scales;
-    const bool is_value = lane_ >= kChunks;
-    if (static_cast<uint32_t>(block) >= p.kv.num_blocks || lane_ >= 2 * kChunks) return;
+    constexpr int kLanes = kScaleArrays<Cache> * kChunks;
+    const bool is_value = kHasZeros<Cache> ? lane_ / kChunks % 2 != 0 : lane_ >= kChunks;
+    if (static_cast<uint32_t>(block) >= p.kv.num_blocks || lane_ >= kLanes) return;
     const float* page_scales = is_value ? scales.value + scales.value_offset(block, kv_head_)
                                         : scales.key + scales.key_offset(block, kv_head_);
+    if constexpr (kHasZeros<Cache>) {
+      if (lane_ >= 2 * kChunks) {
+        page_scales = is_value ? scales.value_zero + scales.value_offset(block, kv_head_)
+                               : scales.key_zero + scales.key_offset(block, kv_head_);
+      }
+    }
     copy16_async(scales_of(stage) + lane_ * 16,
                  page_scales + (first + token & (1 << layout_.page_shift) - 1));
   }
@@ -589,7 +596,8 @@ class KvPipeline {
     constexpr int kBoxChunks =
         kTokensOfBox * sizeof(Cache) / 16;                     // 16-byte chunks in a box's row of V
     const int chunks = is_valid ? kv.head_size * kChunks : 0;  // of K; V has as many
-#pragma unroll 2
+    constexpr int kUnroll = kHasZeros<Cache> ? 1 : 2;          // zeros leave fewer registers
+#pragma unroll kUnroll
     for (int i = lane_; i < chunks; i += 32) {
       const int t = i % kTokens, chunk = i / kTokens;
       copy16_async(stage + layout_.key_offset + t / kTokensOfBox * layout_.page_stride +

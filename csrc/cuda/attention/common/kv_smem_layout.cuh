@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "cuda/attention/common/kernel_choice.h"
+#include "cuda/base/int4.cuh"
 #include "cuda/base/ptx.cuh"
 #include "cuda/base/types.cuh"
 
@@ -61,6 +62,7 @@ struct KvStageLayout {
 template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm>
 struct KvFragments {
   static constexpr bool kCacheIs16Bit = sizeof(Cache) == 2;  // else upcast to fp16
+  static constexpr bool kIsInt4 = kValuesOf<Cache> == 2;
   static constexpr bool kIsPlain = kForm == KvForm::kPlainRows;
   static constexpr bool kRows = kForm == KvForm::kSwizzledRows || kIsPlain;
   // Packed pages: tokens of a page in the stage. 0: only KvStageLayout knows (8 or 16).
@@ -83,8 +85,9 @@ struct KvFragments {
   // fragment. In the V mma, lane j of 4 has the k slots {2j, 2j+1, 2j+8, 2j+9}. They stand for
   // tokens 4j .. 4j+3, which are contiguous in a row of V. K's rows are permuted so that P comes
   // out in this order. Where j > 1 the upper two tokens come first: then no two of the 8 tokens
-  // that ldmatrix reads share a bank.
+  // that ldmatrix reads share a bank. Int4: the upcast pairs tokens 4j and 4j+2, 4j+1 and 4j+3.
   static __device__ __forceinline__ int page_token(int row, int second) {
+    if constexpr (kIsInt4) return (row >> 1) * 4 + (row & 1) * 2 + (second ^ row >> 2);
     return (row >> 1) * 4 + (row & 1) + 2 * (second ^ row >> 2);
   }
   // Undoes that exchange in P: lanes from 16 on swap the first and the second 8 rows.

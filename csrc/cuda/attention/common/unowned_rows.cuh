@@ -29,14 +29,15 @@ __device__ __forceinline__ bool is_owned(const PagedAttentionParams& p, int32_t 
   return owned;
 }
 
-// Writes lse -inf and, with p.zero_unowned, out 0.
+// Writes lse -inf and, with p.zero_unowned, out 0. kValues: of an element of the cache.
+template <int kValues = 1>
 __device__ __forceinline__ void clear_row(const PagedAttentionParams& p, int64_t row, int thread,
                                           int threads) {
   if (p.zero_unowned) {  // the binding has checked that rows are aligned to 16 bytes
     const int bytes = size_of(p.dtype);
     auto* out = reinterpret_cast<uint4*>(static_cast<char*>(p.out) + row * p.out_stride * bytes);
 #pragma unroll 1
-    for (int at = thread; at < p.num_heads * p.kv.head_size * bytes / 16; at += threads) {
+    for (int at = thread; at < p.num_heads * p.kv.head_size * kValues * bytes / 16; at += threads) {
       out[at] = uint4{0, 0, 0, 0};
     }
   }
@@ -50,6 +51,7 @@ __device__ __forceinline__ void clear_row(const PagedAttentionParams& p, int64_t
 // Clears the rows that no sequence owns. Each CTA calls it with whole warps after its PDL wait:
 // `thread` of `threads`. Most batches have no such row. Then it costs a look at the starts. (A fill
 // by a kernel of its own takes 2 us: docs/lab/host_cost.md.)
+template <int kValues = 1>
 __device__ __forceinline__ void clear_unowned_rows(const PagedAttentionParams& p, uint32_t thread,
                                                    uint32_t threads) {
   if (p.query_start_loc == nullptr || p.concurrent) return;  // the first launch clears
@@ -59,7 +61,7 @@ __device__ __forceinline__ void clear_unowned_rows(const PagedAttentionParams& p
 #pragma unroll 1
   for (uint32_t row = (blockIdx.x * threads + thread) / 32;
        row < static_cast<uint32_t>(p.num_tokens); row += gridDim.x * threads / 32) {
-    if (!is_owned(p, row, lane)) clear_row(p, row, lane, 32);
+    if (!is_owned(p, row, lane)) clear_row<kValues>(p, row, lane, 32);
   }
 }
 

@@ -1,7 +1,7 @@
 // paged_attention's decode kernel on mma.sync: one launch for any batch.
 //
 //   query      [num_tokens, num_heads, head_size], 16-bit
-//   cache      paged, 16-bit (the query's dtype) or 8-bit
+//   cache      paged, 16-bit (the query's dtype), 8-bit, or int4
 //   out, lse   [num_tokens, num_heads, head_size], [num_tokens, num_heads]
 //   grid       one CTA per SM, or two; blockDim is up to 8 or 12 warps
 //   work       tile_scheduler.cuh cuts it into work tiles, on the device
@@ -59,6 +59,7 @@ struct DecodeShape {
 };
 
 // A row's 4 dimensions from `d` on, and its log-sum-exp.
+template <typename Cache>
 __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const WorkShape& shape,
                                           const WorkTile& work_tile, const TileRows& rows, int row,
                                           int d, const RowState& state) {
@@ -69,8 +70,8 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
   const float values[4] = {state.out.x * scale, state.out.y * scale, state.out.z * scale,
                            state.out.w * scale};
   const int64_t token = work_tile.sequence.first_query + query_row.token;
-  const int64_t at =
-      token * p.out_stride + static_cast<int64_t>(query_row.head) * p.kv.head_size + d;
+  const int64_t at = token * p.out_stride +
+                     static_cast<int64_t>(query_row.head) * kValuesOf<Cache> * p.kv.head_size + d;
   if (p.dtype == DType::kFloat16) {
     store4<Half>(p.out, at, values);
   } else {
@@ -91,16 +92,22 @@ constexpr int kTokenTiles = decode_stage_tokens(sizeof(Cache), kMaxHeadSize, kMu
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
 constexpr int kDecodeThreads = decode_threads(sizeof(Cache), kMaxHeadSize, kMultiWarp);
 
-// The kernel's body. `new_token`: NoNewToken, or fused_decode_attention's FusedNewToken.
+// Whether wgmma decode has the work of several warps a pipeline, on an architecture that has wgmma.
+template <typename Cache, int kMaxHeadSize>
+constexpr bool kHasWgmmaDecode = kMaxHeadSize <= kWgmmaMaxHeadSize && !kHasZeros<Cache>;
+
+// The kernel's body. kMaxHeadSize: in values. `new_token`: NoNewToken, or fused_decode_attention's
+// FusedNewToken.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, typename NewToken>
 __device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
                                        const KvTensorMaps& maps, const DecodeWorkspace& workspace,
                                        NewToken new_token) {
   constexpr int kTiles = kRowTiles<kMaxHeadSize, kMultiWarp>, kBytes = sizeof(Cache);
+  constexpr int kValues = kValuesOf<Cache>, kMaxStored = kMaxHeadSize / kValues;
   using Mma =
-      WarpMma<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>, kForm>;
+      WarpMma<Cache, kMaxStored, kTiles, kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>, kForm>;
   constexpr int kTokens = Mma::kTokens, kShift = kStageShift<kTokens>;
-  using Pipeline = KvPipeline<Cache, kMaxHeadSize, kTokens, kForm, kMultiWarp>;
+  using Pipeline = KvPipeline<Cache, kMaxStored, kTokens, kForm, kMultiWarp>;
   extern __shared__ __align__(1024) char shared[];  // pipelines, then the warps' partials
   constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
   __shared__ uint64_t pipeline_words[kWarps][Pipeline::kWords];
@@ -121,7 +128,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const int consumer = warp >> consumer_shift, warp_in_consumer = warp & consumer_warps - 1,
             consumers = warps >> consumer_shift;
   const int warp_rows = kTiles > 1 ? 1 << shape.warp_shift : 8;
-  const int head_size = p.kv.head_size, fours = head_size / 4;
+  const int head_size = p.kv.head_size * kValues, fours = head_size / 4;
   const int pipeline_bytes = Pipeline::bytes(shape.pipeline);
   Pipeline pipeline(shape.pipeline, maps, shared_address(shared) + consumer * pipeline_bytes,
                     shared_address(pipeline_words[consumer]), warp_in_consumer == 0, lane);
@@ -133,7 +140,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; stores have no bank conflicts
   if (threadIdx.x == 0) barrier_init(shared_address(&next_index_ready), 1);
   Mma mma;
-  mma.head_size = head_size;
+  mma.head_size = head_size / kValues;
   mma.set_addresses(shape.stage_layout, lane);
   mma.keep_addresses();
   if (head_size < kMaxHeadSize) {  // K past the head size is read, but never copied: zero it
@@ -147,9 +154,11 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
   // Rounds of sequences whose lengths a lane keeps, as registers allow.
-  using Scheduler = TileScheduler<kMultiWarp || (NewToken::kAny && kBytes == 1) ? 1
-                                  : kBytes == 1                                 ? 4
-                                                                                : 8>;
+  constexpr int kRounds = kMultiWarp || (NewToken::kAny && kBytes == 1) ? 1
+                          : kHasZeros<Cache>                            ? sm90a_or(3, 1)
+                          : kBytes == 1                                 ? 4
+                                                                        : 8;
+  using Scheduler = TileScheduler<kRounds>;
   Scheduler scheduler;
   uint32_t index = blockIdx.x;                         // of the current work tile
   const int first_row = warp_in_consumer * warp_rows;  // this warp's first row of a work tile
@@ -194,7 +203,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 
   bool has_tile = false;  // whether a previous work tile is still to be combined and written
   const auto clear_rows = [&] {
-    if (!NewToken::kAny && !has_tile) clear_unowned_rows(p, 32 * warp + lane, 32 * warps);
+    if (!NewToken::kAny && !has_tile) clear_unowned_rows<kValues>(p, 32 * warp + lane, 32 * warps);
   };
 
   // Speculative prologue of small batches. It finds the first work tile and its pages before the
@@ -305,7 +314,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
               state.add_token(new_token.score(last, row), new_token.value(last, d));
           }
           if (whole) {
-            write_row(p, shape.work, work_tile, rows, row, d, state);
+            write_row<Cache>(p, shape.work, work_tile, rows, row, d, state);
             return;
           }
           const int64_t to = partial_row(work_tile.split, row);
@@ -328,7 +337,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
             state.combine<decltype(groups)::value>(work_tile.num_splits, &partials.stats[at],
                                                    1u << shape.work.row_shift, out_at(at),
                                                    fours << shape.work.row_shift, source);
-            write_row(p, shape.work, work_tile, rows, row, d, state);
+            write_row<Cache>(p, shape.work, work_tile, rows, row, d, state);
           });
         }
       };
@@ -463,7 +472,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp
                                   const __grid_constant__ KvTensorMaps maps,
                                   const __grid_constant__ DecodeWorkspace workspace) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
-  constexpr bool kUsed = !kMultiWarp || kMaxHeadSize > kWgmmaMaxHeadSize;
+  constexpr bool kUsed = !kMultiWarp || !kHasWgmmaDecode<Cache, kMaxHeadSize>;
 #else
   constexpr bool kUsed = true;
 #endif
@@ -480,15 +489,16 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   constexpr int kShift = kStageShift<kTokens>;
   const int ctas = static_cast<int>(choice.grid.x);
   const int consumers = choice.warps >> choice.consumer_shift;
+  constexpr int kMaxStored = kMaxHeadSize / kValuesOf<Cache>;
   DecodeShape shape;
-  set_stage_layout<Cache, kMaxHeadSize, kTokens, kForm>(p.kv, shape.pipeline, shape.stage_layout);
+  set_stage_layout<Cache, kMaxStored, kTokens, kForm>(p.kv, shape.pipeline, shape.stage_layout);
   shape.pipeline.stages = choice.stages;
   shape.consumer_shift = choice.consumer_shift;
   shape.warp_shift = choice.warp_shift;
   shape.combine_rows = choice.combine_rows;
-  shape.fours = FastDivisor(p.kv.head_size / 4);
+  shape.fours = FastDivisor(p.head_size() / 4);
   shape.cap = score_cap(p.softcap);
-  shape.work = work_shape(p, choice.row_shift(), kShift, ctas, p.kv.head_size);
+  shape.work = work_shape(p, choice.row_shift(), kShift, ctas, p.head_size());
   shape.work.min_split_stages = std::max(1, consumers >> (kShift - 4));
   shape.work.combine_share = consumers;
   shape.work.max_split_share = kMaxSplitShare * choice.ctas_per_sm;
@@ -512,7 +522,7 @@ void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelCho
         p, choice, workspace, stream);
   };
   const auto with_head_size = [&](auto form, auto head_size) {
-    constexpr bool kWgmma = decltype(head_size)::value <= kWgmmaMaxHeadSize;
+    constexpr bool kWgmma = kHasWgmmaDecode<Cache, decltype(head_size)::value>;
     if (!choice.multi_warp) return launch_one(form, head_size, std::false_type{});
     if constexpr (kWgmma && kHasCodeForSm90a) {
       if (choice.kernel == AttentionKernel::kDecodeWgmma) {
@@ -527,7 +537,9 @@ void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelCho
     }
   };
   const auto with_form = [&](auto form) {
-    if (choice.padded_head_size == 64) return with_head_size(form, Constant<64>{});
+    if constexpr (!kHasZeros<Cache>) {
+      if (choice.padded_head_size == 64) return with_head_size(form, Constant<64>{});
+    }
     if (choice.padded_head_size == 128) return with_head_size(form, Constant<128>{});
     with_head_size(form, Constant<256>{});
   };
@@ -542,10 +554,14 @@ void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelCho
     case KvForm::kSwizzledRows:
       return with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
     case KvForm::kPlainRows:
-      if (choice.padded_head_size == 80) return plain_rows(Constant<80>{});
-      if (choice.padded_head_size == 96) return plain_rows(Constant<96>{});
-      if (choice.padded_head_size == 112) return plain_rows(Constant<112>{});
-      if constexpr (sizeof(Cache) == 1) return plain_rows(Constant<192>{});
+      if constexpr (kHasZeros<Cache>) {
+        return plain_rows(Constant<128>{});
+      } else {
+        if (choice.padded_head_size == 80) return plain_rows(Constant<80>{});
+        if (choice.padded_head_size == 96) return plain_rows(Constant<96>{});
+        if (choice.padded_head_size == 112) return plain_rows(Constant<112>{});
+        if constexpr (sizeof(Cache) == 1) return plain_rows(Constant<192>{});
+      }
       throw std::logic_error("paged_attention: no decode kernel has plain rows of this head size");
   }
 }

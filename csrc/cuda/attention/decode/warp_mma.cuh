@@ -16,6 +16,12 @@
 // Their K rows are permuted so that P comes out in V's order (page_token() in kv_smem_layout.cuh).
 // With 8-bit rows, the transposing ldmatrix moves pairs of dimensions. So the rows of an output
 // tile are the 8 even dimensions, then the 8 odd ones.
+//
+// int4: a row of `head_size` bytes has twice as many dimensions. Every step of 16 bytes gives two
+// steps of mmas: 16 dimensions of the first half of the row, then those of the second half. The
+// upcast pairs bytes 0 and 2, and bytes 1 and 3. So k slots {2j, 2j+1, 2j+8, 2j+9} stand for bytes
+// 4j, 4j+2, 4j+1, 4j+3. The upcast's factor of the second half is undone in the query, and in the
+// output at the end. No masks are needed for V: any bytes are finite numbers.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -28,29 +34,39 @@
 
 namespace vllm_kernels::cuda {
 
-// kTiles: tiles of 8 query rows. kDepth: tiles of 16 tokens in a stage.
+// kMaxHeadSize: in elements of the cache. kTiles: tiles of 8 query rows. kDepth: tiles of 16 tokens
+// in a stage.
 template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, KvForm kForm>
 struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
   using Addresses = KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm>;
   using Addresses::dimension_of, Addresses::key_at, Addresses::load_value, Addresses::order_probs,
-      Addresses::token_of, Addresses::value_at, Addresses::value_masks;
+      Addresses::token_of, Addresses::value_at, Addresses::value_masks, Addresses::kIsInt4;
   static constexpr int kTokens = 16 * kDepth;
   static constexpr bool kCacheIs16Bit = Addresses::kCacheIs16Bit, kRows = Addresses::kRows;
-  static constexpr bool kScaled = kHasTokenScales<Cache>;
+  static constexpr bool kScaled = kHasTokenScales<Cache>, kZeros = kHasZeros<Cache>;
   using Element = std::conditional_t<kCacheIs16Bit, Cache, __half>;
-  static constexpr int kSteps = kMaxHeadSize / 16;
+  static constexpr int kLoadSteps = kMaxHeadSize / 16;  // of 16 elements of the cache
+  static constexpr int kHalves = kValuesOf<Cache>, kSteps = kLoadSteps * kHalves;
 
   uint2 query[kTiles][kSteps];   // B operand of S^T: 16 dimensions x 8 rows per step
   float out[kTiles][kSteps][4];  // O^T accumulators: 16 dimensions x 8 rows per step
   float row_max[kTiles][2];  // log2 units, this lane's two rows; at most kRescaleThreshold too low
   float sum[kTiles][2];      // row_sum, of this lane's tokens only until reduce_sums()
   float scale[kTiles][2];    // from the product q . k to log2 units
-  int head_size;
-  int tiles;  // of 8 rows, in use
+  // kZeros: the sum of q in log2 units, and row_sum with the tokens' zeros as factors, of this
+  // lane's tokens only.
+  float query_sum[kZeros ? kTiles : 1][2], zero_sum[kZeros ? kTiles : 1][2];
+  int head_size;  // elements of the cache
+  int tiles;      // of 8 rows, in use
 
   // The row (0 .. 8 * kTiles - 1) of this lane's column j (0 or 1).
   static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
     return tile * 8 + (lane % 4) * 2 + j;
+  }
+
+  // The factor of step k's numbers after the upcast, a power of two.
+  static __device__ __forceinline__ constexpr float stored_factor(int k) {
+    return k % kHalves == 0 ? 1.0f : kHighNibbleFactor;
   }
 
   // Loads this lane's elements of query rows 8 * tile + lane / 4, unconverted. `rows`: null for no
@@ -73,7 +89,10 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
             if (all() || k * 16 < limit) query[tile][k].x = pairs[k * 8];
             if (all() || k * 16 + 8 < limit) query[tile][k].y = pairs[k * 8 + 4];
           } else {
-            if (all() || k * 16 < limit) query[tile][k] = fours[k * 4];
+            const int step = k / kHalves, half = k % kHalves;
+            if (all() || step * 16 < limit) {
+              query[tile][k] = fours[step * 4 + half * (head_size / 4)];
+            }
           }
         }
       };
@@ -109,10 +128,28 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         const auto [factor, inverse] = query_scale(largest);
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          query[tile][k] = {pack2<__half>(at(k, 0) * factor, at(k, 1) * factor),
-                            pack2<__half>(at(k, 2) * factor, at(k, 3) * factor)};
+          constexpr int kSecond = kIsInt4 ? 2 : 1, kThird = 3 - kSecond;
+          const float by = factor / stored_factor(k);
+          query[tile][k] = {pack2<__half>(at(k, 0) * by, at(k, kSecond) * by),
+                            pack2<__half>(at(k, kThird) * by, at(k, 3) * by)};
         }
         const float to_log2 = inverse * softmax_scale_log2;
+        if constexpr (kZeros) {
+          float total = 0.0f;
+#pragma unroll
+          for (int k = 0; k < kSteps; ++k) {
+            const float2 first = __half22float2(bits_as<__half2>(query[tile][k].x)),
+                         second = __half22float2(bits_as<__half2>(query[tile][k].y));
+            total += ((first.x + first.y) + (second.x + second.y)) * stored_factor(k);
+          }
+          total += __shfl_xor_sync(0xffffffffu, total, 1);
+          total += __shfl_xor_sync(0xffffffffu, total, 2);
+          total *= to_log2;
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            query_sum[tile][j] = __shfl_sync(0xffffffffu, total, ((lane % 4) * 2 + j) * 4);
+          }
+        }
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           scale[tile][j] = __shfl_sync(0xffffffffu, to_log2, ((lane % 4) * 2 + j) * 4);
@@ -126,6 +163,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     for (int tile = 0; tile < kTiles; ++tile) {
       row_max[tile][0] = row_max[tile][1] = kRowMaxInit;
       sum[tile][0] = sum[tile][1] = 0.0f;
+      if constexpr (kZeros) zero_sum[tile][0] = zero_sum[tile][1] = 0.0f;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
@@ -156,18 +194,25 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       }
     };
 #pragma unroll
-    for (int k = 0; k < kSteps; k += kCacheIs16Bit ? 1 : 2) {
+    for (int k = 0; k < kLoadSteps; k += kCacheIs16Bit ? 1 : 2) {
       uint32_t loaded[4];
-      load_matrices(loaded, key + key_at(k));  // zeros past the head size
+      load_matrices(loaded, key + key_at(k));  // the query has zeros past the head size
       if constexpr (kCacheIs16Bit) {
         multiply(k, loaded);
       } else {
 #pragma unroll
-        for (int half = 0; half < 2 && k + half < kSteps; ++half) {
+        for (int half = 0; half < 2 && k + half < kLoadSteps; ++half) {
           uint32_t a[4];
-          upcast4<Cache>(loaded[2 * half], a[0], a[2]);
-          upcast4<Cache>(loaded[2 * half + 1], a[1], a[3]);
-          multiply(k + half, a);
+          if constexpr (kIsInt4) {
+            uint32_t b[4];
+            upcast_nibbles(loaded[2 * half], a[0], a[2], b[0], b[2]);
+            upcast_nibbles(loaded[2 * half + 1], a[1], a[3], b[1], b[3]);
+            multiply(2 * (k + half) + 1, b);
+          } else {
+            upcast4<Cache>(loaded[2 * half], a[0], a[2]);
+            upcast4<Cache>(loaded[2 * half + 1], a[1], a[3]);
+          }
+          multiply(kHalves * (k + half), a);
         }
       }
     }
@@ -196,7 +241,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       }
     };
 #pragma unroll
-    for (int k = 0; k < kSteps; k += kCacheIs16Bit ? 1 : 2) {
+    for (int k = 0; k < kLoadSteps; k += kCacheIs16Bit ? 1 : 2) {
       uint32_t loaded[4];
       // Past the head size this reads arbitrary data; the outputs there are not used.
       load_value(loaded, value + value_at(k));
@@ -208,9 +253,16 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         multiply(k, loaded);
       } else {
 #pragma unroll
-        for (int half = 0; half < 2 && k + half < kSteps; ++half) {
+        for (int half = 0; half < 2 && k + half < kLoadSteps; ++half) {
           uint32_t a[4];
-          if constexpr (kRows) {
+          if constexpr (kIsInt4) {
+            // Rows: a register has both tokens of one dimension, the even one first.
+            constexpr int kSecond = kRows ? 1 : 2, kThird = 3 - kSecond;
+            uint32_t b[4];
+            upcast_nibbles(loaded[2 * half], a[0], a[kSecond], b[0], b[kSecond]);
+            upcast_nibbles(loaded[2 * half + 1], a[kThird], a[3], b[kThird], b[3]);
+            multiply(2 * (k + half) + 1, b);
+          } else if constexpr (kRows) {
             // 2 tokens x 2 dimensions -> both tokens of the even dimension, then of the odd one.
             const uint32_t low = __byte_perm(loaded[2 * half], 0, 0x3120);
             const uint32_t high = __byte_perm(loaded[2 * half + 1], 0, 0x3120);
@@ -220,7 +272,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
             upcast4<Cache>(loaded[2 * half], a[0], a[2]);
             upcast4<Cache>(loaded[2 * half + 1], a[1], a[3]);
           }
-          multiply(k + half, a);
+          multiply(kHalves * (k + half), a);
         }
       }
     }
@@ -241,6 +293,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         }
         factor[j] = update_row_max(row_max[tile][j], updated);
         sum[tile][j] *= factor[j];
+        if constexpr (kZeros) zero_sum[tile][j] *= factor[j];
       }
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -255,7 +308,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
                                             uint32_t tokens, bool plain, const Adjust& adjust,
                                             const KvStageLayout& layout, int lane) {
     float c[kDepth][kUsed][4];
-    PairScales of_tokens[kDepth];
+    PairScales of_tokens[kDepth], zeros[kZeros ? kDepth : 1];
     float exponents[kDepth][2];  // of the value scales
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
@@ -275,8 +328,24 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
 #pragma unroll
           for (int j = 0; j < 4; ++j) c[i][tile][j] *= of_tokens[i].key[j >> 1];
         }
+        if constexpr (kZeros) {
+          zeros[i].load_keys(first + 2 * kTokens * 4, second + 2 * kTokens * 4);
+          zeros[i].load_values(first + 3 * kTokens * 4, second + 3 * kTokens * 4);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) exponents[i][j] = of_tokens[i].exponent(j);
+          for (int tile = 0; tile < kUsed; ++tile) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+              c[i][tile][j] += zeros[i].key[j >> 1] * query_sum[tile][j & 1];
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if constexpr (kZeros) {
+            exponents[i][j] = of_tokens[i].exponent(j, zeros[i]);
+          } else {
+            exponents[i][j] = of_tokens[i].exponent(j);
+          }
+        }
       }
     }
     if (!plain) {
@@ -316,6 +385,10 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       if constexpr (kScaled && sm90a_or(0, 1)) {  // loaded again: kept, they would spill on sm_80
         const uint32_t first = opaque(scales) + (16 * i + kTokens) * 4;
         of_tokens[i].load_values(first + token_of(lane, 0) * 4, first + token_of(lane, 2) * 4);
+        if constexpr (kZeros) {
+          const uint32_t from = first + 2 * kTokens * 4;
+          zeros[i].load_values(from + token_of(lane, 0) * 4, from + token_of(lane, 2) * 4);
+        }
       }
 #pragma unroll
       for (int tile = 0; tile < kUsed; ++tile) {
@@ -324,6 +397,17 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         for (int j = 0; j < 4; ++j) weight[j] = exp2_approx(c[i][tile][j] - row_max[tile][j & 1]);
         sum[tile][0] += weight[0] + weight[2];
         sum[tile][1] += weight[1] + weight[3];
+        if constexpr (kZeros) {
+          float zero[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) zero[j] = zeros[i].value[j >> 1];
+          if (!plain) {  // as the scales below
+#pragma unroll
+            for (int j = 0; j < 4; ++j) zero[j] = c[i][tile][j] == -INFINITY ? 0.0f : zero[j];
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) zero_sum[tile][j & 1] += weight[j] * zero[j];
+        }
         if constexpr (kScaled) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) weight[j] *= of_tokens[i].value[j >> 1];
@@ -341,7 +425,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       }
     }
     uint32_t masks[2] = {};
-    if (plain) {
+    if (kIsInt4 || plain) {
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
         accumulate<kUsed, false>(probs[i], value + i * layout.value_step, masks);
@@ -368,7 +452,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     step_used<kTiles>(key, value, scales, tokens, plain, adjust, layout, lane);
   }
 
-  // Lanes l, l + 4, ... hold the same rows for different tokens.
+  // Lanes l, l + 4, ... hold the same rows for different tokens. Completes the output, too.
   __device__ __forceinline__ void reduce_sums() {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -377,6 +461,18 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) {
           sum[tile][j] += __shfl_xor_sync(0xffffffffu, sum[tile][j], distance);
+          if constexpr (kZeros) {
+            zero_sum[tile][j] += __shfl_xor_sync(0xffffffffu, zero_sum[tile][j], distance);
+          }
+        }
+      }
+      if constexpr (kZeros) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            out[tile][k][j] = out[tile][k][j] / stored_factor(k) + zero_sum[tile][j & 1];
+          }
         }
       }
     }
@@ -396,9 +492,10 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         float* to = partial_out + row * pitch;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          if (k * 16 >= head_size) break;
-          to[dimension_of(lane, k, 0)] = out[tile][k][j];
-          to[dimension_of(lane, k, 1)] = out[tile][k][2 + j];
+          const int step = k / kHalves, half = k % kHalves;
+          if (step * 16 >= head_size) break;
+          to[half * head_size + dimension_of(lane, step, 0)] = out[tile][k][j];
+          to[half * head_size + dimension_of(lane, step, 1)] = out[tile][k][2 + j];
         }
       }
     }

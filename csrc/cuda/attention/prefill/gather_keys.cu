@@ -7,7 +7,7 @@
 // Two launches, or three for pages of layout vllm:
 //   key_starts_kernel   one CTA: an exclusive prefix sum of the lengths
 //   gather_paged_kv's   cache/gather_cache.cu, without scales: the upcast of 8 bits is exact. (With
-//                       a scale a token: multiplied by it and rounded once.)
+//                       a scale a token: as gather_paged_kv has the values.)
 //
 // Early reads: none. Each kernel waits for its primary kernel first.
 #include "cuda/attention/prefill/gather_keys.h"
@@ -95,6 +95,8 @@ GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& c
                               .dtype = p.dtype};
   gather.kv.k_scale = p.token_scales.key;
   gather.kv.v_scale = p.token_scales.value;
+  gather.k_zero = p.token_scales.key_zero;
+  gather.v_zero = p.token_scales.value_zero;
   if (p.token_scales.any()) {
     gather.scale_block_stride = p.token_scales.key_block_stride;
     gather.scale_head_stride = p.token_scales.key_head_stride;
@@ -113,7 +115,7 @@ GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& c
                  .value = gather.value,
                  .num_blocks = 1,
                  .num_kv_heads = kv.num_kv_heads,
-                 .head_size = kv.head_size,
+                 .head_size = p.head_size(),
                  .block_size = rows,
                  .dtype = p.dtype,
                  .layout = KvLayout::kNHD,

@@ -18,6 +18,7 @@
 #include "cuda/attention/common/unowned_rows.cuh"
 #include "cuda/attention/common/workspace.h"
 #include "cuda/base/fp8.cuh"
+#include "cuda/base/int4.cuh"
 #include "cuda/base/kv_element.cuh"
 #include "cuda/base/launch.cuh"
 #include "cuda/base/reduce.cuh"
@@ -132,6 +133,7 @@ struct SimtState {
 // One CTA's view of the call.
 template <typename Query, typename Cache>
 struct SimtCta {
+  static constexpr bool kIsInt4 = kValuesOf<Cache> == 2;
   const PagedAttentionParams& p;
   const HeadRange heads;
   const TokenRange tokens;
@@ -157,12 +159,22 @@ struct SimtCta {
 #pragma unroll
     for (int head = 0; head < kSimtHeads; ++head) score[head] = 0.0f;
     if (block < 0) return;
-    const int head_size = p.kv.head_size;
-    for (int d = 0; d < head_size; ++d) {
-      const float key = to_float(keys[p.kv.key_offset(block, heads.kv_head, slot, d)]);
+    const int stored = p.kv.head_size, head_size = stored * kValuesOf<Cache>;
+    const auto add = [&](int d, float key) {
 #pragma unroll
       for (int head = 0; head < kSimtHeads; ++head) {
         if (head < heads.count) score[head] += query[head * head_size + d] * key;
+      }
+    };
+    [[maybe_unused]] float2 scale_zero;
+    if constexpr (kIsInt4) scale_zero = key_scale_zero(block, slot);
+    for (int d = 0; d < stored; ++d) {
+      const Cache key = keys[p.kv.key_offset(block, heads.kv_head, slot, d)];
+      if constexpr (kIsInt4) {
+        add(d, dequantized(key.bits, scale_zero.x, scale_zero.y));
+        add(stored + d, dequantized(key.bits >> 4, scale_zero.x, scale_zero.y));
+      } else {
+        add(d, to_float(key));
       }
     }
   }
@@ -188,9 +200,20 @@ struct SimtCta {
             scales.value[scales.value_offset(block, heads.kv_head) + slot]};
   }
 
+  // int4: scale and zero of a token's K, and of its V. (V: 0 where there is no token.)
+  __device__ __forceinline__ float2 key_scale_zero(int block, int slot) const {
+    const int64_t at = p.token_scales.key_offset(block, heads.kv_head) + slot;
+    return {p.token_scales.key[at], p.token_scales.key_zero[at]};
+  }
+  __device__ __forceinline__ float2 value_scale_zero(int block, int slot) const {
+    if (block < 0) return {0.0f, 0.0f};
+    const int64_t at = p.token_scales.value_offset(block, heads.kv_head) + slot;
+    return {p.token_scales.value[at], p.token_scales.value_zero[at]};
+  }
+
   // Processes tokens [begin, end) in steps of 32. This warp takes every kSimtWarps-th step.
   __device__ __forceinline__ void attend(SimtState& state, int begin, int end, int warp) const {
-    const int head_size = p.kv.head_size;
+    const int stored = p.kv.head_size, head_size = stored * kValuesOf<Cache>;
     const bool contiguous = p.key_start_loc != nullptr;  // all keys are rows of block 0
     const Cache* keys =
         static_cast<const Cache*>(p.kv.key) + tokens.first_key * p.kv.key_token_stride;
@@ -212,6 +235,8 @@ struct SimtCta {
         for (int head = 0; head < kSimtHeads; ++head) score[head] *= scale.x;
         value_scale = scale.y;
       }
+      [[maybe_unused]] float2 scale_zero;
+      if constexpr (kIsInt4) scale_zero = value_scale_zero(block, token % p.kv.block_size);
 #pragma unroll
       for (int head = 0; head < kSimtHeads; ++head) {
         if (head >= heads.count) break;
@@ -225,11 +250,24 @@ struct SimtCta {
         const int from = __shfl_sync(0xffffffffu, block, t);
         if (from < 0) continue;  // V of an absent or hidden token is not read: it may be NaN
         const int slot = (first + t) % p.kv.block_size;
+        [[maybe_unused]] float scale, zero;
+        if constexpr (kIsInt4) {
+          scale = __shfl_sync(0xffffffffu, scale_zero.x, t);
+          zero = __shfl_sync(0xffffffffu, scale_zero.y, t);
+        }
 #pragma unroll
         for (int i = 0; i < kSimtMaxHeadSize / 32; ++i) {
           const int d = i * 32 + lane;
           if (d >= head_size) break;
-          const float value = to_float(values[p.kv.value_offset(from, heads.kv_head, slot, d)]);
+          const bool upper = kIsInt4 && d >= stored;
+          const Cache element =
+              values[p.kv.value_offset(from, heads.kv_head, slot, upper ? d - stored : d)];
+          float value;
+          if constexpr (kIsInt4) {
+            value = dequantized(upper ? element.bits >> 4 : element.bits, scale, zero);
+          } else {
+            value = to_float(element);
+          }
 #pragma unroll
           for (int head = 0; head < kSimtHeads; ++head) {
             if (head < heads.count) state.out[head][i] += probs[head * 32 + t] * value;
@@ -247,7 +285,7 @@ struct SimtCta {
     const float values[4] = {state.out.x * result.scale, state.out.y * result.scale,
                              state.out.z * result.scale, state.out.w * result.scale};
     Query* out = static_cast<Query*>(p.out) + tokens.query * p.out_stride +
-                 int64_t{global} * p.kv.head_size + d;
+                 int64_t{global} * kValuesOf<Cache> * p.kv.head_size + d;
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i] = from_float<Query>(values[i]);  // of any alignment
     if (p.lse != nullptr && d == 0) {
@@ -268,12 +306,13 @@ __global__ void __launch_bounds__(kSimtWarps * 32, sm90a_or(kSimtCtasPerSm, 3))
   wait_for_primary_kernel();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int split = blockIdx.y, head_size = p.kv.head_size, fours = head_size / 4;
+  const int split = blockIdx.y, head_size = p.kv.head_size * kValuesOf<Cache>,
+            fours = head_size / 4;
   const TokenRange tokens = tokens_of_query(p, blockIdx.x);
   const int visible = tokens.end - tokens.begin;
   const int num_splits = max(1, (visible - 1) / shape.split_tokens + 1);
   if (tokens.query < 0 && split == 0 && blockIdx.z == 0) {
-    clear_row(p, blockIdx.x, threadIdx.x, kSimtWarps * 32);
+    clear_row<kValuesOf<Cache>>(p, blockIdx.x, threadIdx.x, kSimtWarps * 32);
   }
   if (tokens.query < 0 || split >= num_splits) return;
   const HeadRange heads = head_range(p, blockIdx.z, shape.head_chunks);
@@ -347,10 +386,12 @@ inline void launch_simt(const PagedAttentionParams& p, const KernelChoice& choic
   const dim3 grid(grid_size("paged_attention", choice.grid.x), choice.grid.y, choice.grid.z);
   dispatch_float(p.dtype, [&](auto query) {
     using Query = decltype(query);
-    dispatch_cache<Query>(p.kv.dtype, [&](auto cache) {
+    const auto launch = [&](auto cache) {
       launch_kernel("paged_attention", paged_attention_simt_kernel<Query, decltype(cache)>, grid,
                     dim3(kSimtWarps * 32), choice.shared_bytes, stream, p, choice.simt, workspace);
-    });
+    };
+    if (p.kv.dtype == DType::kInt4x2) return launch(ScaledInt4{});
+    dispatch_cache<Query>(p.kv.dtype, launch);
   });
 }
 
