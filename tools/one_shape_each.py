@@ -5,11 +5,13 @@ With names of dtypes as arguments: for those only. With names of the functions b
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import torch
 
 import vllm_kernels
+from vllm_kernels.kv_cache.tensors import KVCache, KVShape
 
 torch.manual_seed(0)
 CUDA = torch.device("cuda")
@@ -214,6 +216,31 @@ def per_token_quant() -> None:
                         vllm_kernels.reshape_and_cache_per_token_quant(
                             key, value, keys, values, scales[0], scales[1], slots, layout
                         )
+
+
+def int4_caches() -> None:
+    """int4 with a scale and a zero a token: the writer, the gather, and attention of one, several
+    and many query tokens."""
+    for dtype, head_size, block_size, layout in itertools.product(
+        DTYPES, (64, 96, 128, 192, 256), (8, 16, 32), ("vllm", "NHD", "HND")
+    ):
+        shape = KVShape(1, 2, head_size, dtype, block_size, layout, "int4_per_token")
+        cache = KVCache(shape, 480 // block_size, device=CUDA)
+        key, value = torch.randn(2, 450, 2, head_size, device=CUDA, dtype=dtype)
+        tables = torch.arange(cache.num_blocks, device=CUDA, dtype=torch.int32)[None]
+        for length in (1, 40, 450):
+            cache.write(0, key[:length], value[:length], torch.arange(length, device=CUDA))
+            lens = torch.tensor([length], dtype=torch.int32, device=CUDA)
+            for queries in (1, 9, 330):
+                query = torch.randn(min(queries, length), 8, head_size, device=CUDA, dtype=dtype)
+                starts = torch.tensor([0, len(query)], dtype=torch.int32, device=CUDA)
+                out = cache.attend(0, query, tables, lens, query_start_loc=starts)
+                assert out.isfinite().all()
+            vllm_kernels.gather_paged_kv(
+                key, value, cache.key_caches[0], cache.value_caches[0], tables, starts,
+                k_scale=cache.key_scales[0], v_scale=cache.value_scales[0], layout=layout,
+                k_zero=cache.key_zeros[0], v_zero=cache.value_zeros[0],
+            )  # fmt: skip
 
 
 def gathers() -> None:
@@ -715,6 +742,7 @@ def main() -> None:
         fused_rope,
         cache,
         per_token_quant,
+        int4_caches,
         gathers,
         pages,
         mla,

@@ -156,14 +156,14 @@ def test_beams_of_other_attention(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "int4_per_token"])
 def test_layouts_and_cache_types(layout: str, cache_dtype: str, device: str) -> None:
-    model = tiny_model(device=device)
+    model = tiny_model(device=device, head_dim=64)
     inputs = left_padded((5, 19), device)
     expected = model.generate(**inputs, **GREEDY)
     with PagedCache(model, 64, 16, layout=layout, cache_dtype=cache_dtype) as cache:
         ours = generate_ours(model, inputs, cache, **GREEDY)
-        assert cache._batch.cache.shape.stored_dtype.itemsize == (1 if cache_dtype == "fp8" else 4)
+        assert cache._batch.cache.shape.stored_dtype.itemsize == (4 if cache_dtype == "auto" else 1)
     if cache_dtype == "auto":
         assert torch.equal(ours, expected)
     else:

@@ -477,15 +477,17 @@ def copy_slots() -> None:
         assert torch.equal(cache, want) or (CHECK and torch.equal(cache, before))
 
 
-def per_token_quant() -> None:
+def per_token_quant(bits: int) -> None:
     key, value = torch.randn(2, 6, 2, 64, device=CUDA, dtype=torch.bfloat16)
     slots = torch.tensor([3, -1, 8 * 16, -9, 127, 2**40], device=CUDA)
     good = [0, 4]
-    out = [torch.full((8, 16, 2, 64), 7, device=CUDA, dtype=torch.int8) for _ in range(2)]
-    out += [torch.full((8, 2, 16), 7.0, device=CUDA) for _ in range(2)]
+    stored = torch.int8 if bits == 8 else torch.uint8
+    out = [torch.full((8, 16, 2, 8 * bits), 7, device=CUDA, dtype=stored) for _ in range(2)]
+    out += [torch.full((8, 2, 16), 7.0, device=CUDA) for _ in range(2 if bits == 8 else 4)]
     want = [t.clone() for t in out]
-    vk.reshape_and_cache_per_token_quant(key[good], value[good], *want, slots[good], "NHD")
-    vk.reshape_and_cache_per_token_quant(key, value, *out, slots, "NHD")
+    write = vk.reshape_and_cache_per_token_quant
+    write(key[good], value[good], *want[:4], slots[good], "NHD", *want[4:])
+    write(key, value, *out[:4], slots, "NHD", *out[4:])
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(out, want))
     reported("reshape_and_cache_per_token_quant: slot_mapping[2] = 128")
@@ -636,7 +638,8 @@ CASES = {
     "sparq_attention": sparq_attention,
     "value_mean_update": value_mean_update,
     "copy_slots": copy_slots,
-    "reshape_and_cache_per_token_quant": per_token_quant,
+    "reshape_and_cache_per_token_quant": partial(per_token_quant, 8),
+    "reshape_and_cache_per_token_quant, int4": partial(per_token_quant, 4),
     "concat_and_cache_mla": lambda: concat_and_cache_mla("auto"),
     "concat_and_cache_mla fp8_ds_mla": lambda: concat_and_cache_mla("fp8_ds_mla"),
     "cp_gather_cache": lambda: gather("cp_gather_cache"),

@@ -110,8 +110,9 @@ class Engine:
             most a quarter of the free memory.
         host_bytes: Size in bytes of the host pool for swapped sequences. 0 recomputes instead.
         layout: Cache layout: "vllm", "NHD" or "HND".
-        cache_dtype: "auto" (the model's dtype), "fp8", "fp8_e5m2", "int8", or "int8_per_token",
-            whose tokens have scales of their own, so that none need be found; it uses no cascades.
+        cache_dtype: "auto" (the model's dtype), "fp8", "fp8_e5m2", "int8", "int8_per_token" or
+            "int4_per_token". Tokens of the last two have scales of their own, so that none need be
+            found; they use no cascades.
         k_scale, v_scale: Scales of an 8-bit cache. See
             :class:`~vllm_kernels.kv_cache.tensors.KVCache`.
         max_batch_size: Maximum number of sequences per pass.

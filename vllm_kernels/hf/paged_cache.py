@@ -30,8 +30,8 @@ class PagedCache(Cache):
             sequences of their own; see :meth:`blocks_needed`.
         block_size: tokens of a block, a power of two from 1 to 256.
         layout: "vllm", "NHD" or "HND".
-        cache_dtype: "auto" (the model's), or an 8-bit one: "fp8", "fp8_e5m2", "int8",
-            "int8_per_token".
+        cache_dtype: "auto" (the model's), or one of fewer bits: "fp8", "fp8_e5m2", "int8",
+            "int8_per_token", "int4_per_token".
 
     Raises:
         NotImplementedError: a model with layers other than full or sliding-window attention, or

@@ -223,6 +223,7 @@ struct KeyLanes<Int4x2> : FloatKeyLanes<Int4x2> {
       operands[i + 1] = values.b;
     }
   }
+  static Vec multiply_add(Vec key, Vec query, Vec sum) { return fma_in_order(key, query, sum); }
 };
 
 // --- V -------------------------------------------------------------------------------------------
