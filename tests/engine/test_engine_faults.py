@@ -385,6 +385,12 @@ def test_scales_that_do_not_fit() -> None:
         Engine(tiny_model(), **scales)
 
 
+def test_4_bits_that_do_not_suit_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_kernels.engine.self_check._TOLERANCE_OF_4_BIT_CACHES", 1e-3)
+    with pytest.raises(ValueError, match="cache_dtype: int4_per_token: 4 bits do not suit this m"):
+        Engine(tiny_model(head_dim=64), cache_dtype="int4_per_token", num_blocks=16)
+
+
 @pytest.mark.parametrize("family", SERVED)
 def test_more_tokens_than_the_model_has_positions(family: str) -> None:
     """Counted by families whose positions have an end: not with ALiBi, nor as stretched."""

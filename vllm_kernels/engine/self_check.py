@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import InvalidArgument, Unsupported
+from ..errors import Error, InvalidArgument, Unsupported
 from ..hf.attention_interface import stop_paged_attention, use_paged_attention
 from ..kv_cache import KVCacheManager, OutOfBlocks
+from ..kv_cache.shape import KVShape
 from .model_runner import ModelRunner, takes_positions
 from .plan import Plan
 from .request import Request, SamplingParams, Sequence
@@ -31,6 +32,7 @@ Wrong positions or a wrong mask give errors around 1.
 """
 _TOLERANCE_OF_16_BITS = 0.15
 _TOLERANCE_OF_8_BIT_CACHES = 0.3
+_TOLERANCE_OF_4_BIT_CACHES = 0.6
 
 
 def verify(packed: ModelRunner, manager: KVCacheManager) -> None:
@@ -44,7 +46,8 @@ def verify(packed: ModelRunner, manager: KVCacheManager) -> None:
 
     Raises:
         NotImplementedError: The logits differ.
-        ValueError: The logits differ with an 8-bit cache, so its scales are probably wrong.
+        ValueError: The logits differ with an 8-bit cache, so its scales are probably wrong, or
+            with an int4 cache.
     """
     model = packed.model
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -61,22 +64,34 @@ def verify(packed: ModelRunner, manager: KVCacheManager) -> None:
     shape = packed.pages.cache.shape
     tolerance = _TOLERANCE.get(shape.dtype, _TOLERANCE_OF_16_BITS)
     if shape.cache_dtype != "auto":
-        tolerance = _TOLERANCE_OF_8_BIT_CACHES
+        four = shape.has_token_zeros
+        tolerance = _TOLERANCE_OF_4_BIT_CACHES if four else _TOLERANCE_OF_8_BIT_CACHES
     for got, expected in zip(ours, theirs):
         error = (got - expected).norm() / (expected - expected.mean()).norm().clamp_min(1e-12)
         if not error <= tolerance:  # NaN, too
-            if shape.cache_dtype != "auto" and not shape.has_token_scales:
-                integral = not shape.stored_dtype.is_floating_point
-                largest = (torch.iinfo if integral else torch.finfo)(shape.stored_dtype).max
-                raise InvalidArgument(
-                    f"Engine: cache_dtype: {shape.cache_dtype}: with these k_scale and v_scale the "
-                    f"logits are not those of the model (relative error {error:.2g}): give about "
-                    f"the largest |K| and |V| / {largest:g}, or cache_dtype='auto'"
-                )
-            raise Unsupported(
-                f"Engine: model type: {model.config.model_type}: its logits differ from those of "
-                f"its own attention (relative error {error:.2g}): it is not served"
-            )
+            raise _refusal(model.config.model_type, shape, float(error))
+
+
+def _refusal(model_type: str, shape: KVShape, error: float) -> Error:
+    """The error of logits that differ."""
+    name = f"Engine: cache_dtype: {shape.cache_dtype}"
+    if shape.has_token_zeros:
+        return InvalidArgument(
+            f"{name}: 4 bits do not suit this model, whose logits differ (relative error "
+            f"{error:.2g}): give 'int8_per_token' or 'auto'"
+        )
+    if shape.cache_dtype != "auto" and not shape.has_token_scales:
+        integral = not shape.stored_dtype.is_floating_point
+        largest = (torch.iinfo if integral else torch.finfo)(shape.stored_dtype).max
+        return InvalidArgument(
+            f"{name}: with these k_scale and v_scale the logits are not those of the model "
+            f"(relative error {error:.2g}): give about the largest |K| and |V| / {largest:g}, or "
+            f"cache_dtype='auto'"
+        )
+    return Unsupported(
+        f"Engine: model type: {model_type}: its logits differ from those of its own attention "
+        f"(relative error {error:.2g}): it is not served"
+    )
 
 
 def _long(packed: ModelRunner, manager: KVCacheManager) -> int:
