@@ -12,8 +12,8 @@
 namespace vllm_kernels {
 
 struct ReshapeAndCacheParams {
-  const void* key;             // [>= num_tokens, kv.num_kv_heads, kv.head_size]
-  const void* value;           // [>= num_tokens, kv.num_kv_heads, kv.head_size]
+  const void* key;             // [>= num_tokens, kv.num_kv_heads, kv.head_values()]
+  const void* value;           // [>= num_tokens, kv.num_kv_heads, kv.head_values()]
   int64_t key_token_stride;    // elements
   int64_t key_head_stride;     // elements
   int64_t value_token_stride;  // elements

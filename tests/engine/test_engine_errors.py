@@ -50,7 +50,7 @@ CONSTRUCTOR = {
     "scale a token": (
         of_tiny_model(cache_dtype="int8_per_token", k_scale=0.5),
         ValueError,
-        "k_scale: expected 1.0 (only 8-bit caches have scales, this one is int8_per_token), got "
+        "k_scale: expected 1.0 (only 8-bit caches have one scale, this one is int8_per_token), got "
         "0.5",
     ),
     "sparse, int4": (
@@ -65,7 +65,7 @@ CONSTRUCTOR = {
     "int4, head size": (
         of_tiny_model(cache_dtype="int4_per_token"),
         NotImplementedError,
-        "head size: expected a multiple of 32 from 64 to 256, got 32",
+        "head size: expected a multiple of 32 from 64 to 256 for int4_per_token, got 32",
     ),
     "sparse, a scale a token": (
         of_tiny_model(cache_dtype="int8_per_token", sparse=PageSelection(budget=80)),

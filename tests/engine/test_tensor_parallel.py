@@ -190,7 +190,8 @@ def test_a_constructor_that_fails_on_one_rank(tmp_path: Path) -> None:
     save(tmp_path, ("llama",))
     ranks = [by_name(lines)["constructor"] for lines in results(tmp_path, "constructor")]
     refused = (
-        "Engine: k_scale: expected 1.0 (only 8-bit caches have scales, this one is torch.float32), "
+        "Engine: k_scale: expected 1.0 (only 8-bit caches have one scale, this one is "
+        "torch.float32), "
         "got 2.0"
     )
     assert ranks[0]["error"] == f"Error: Engine: rank 1 failed: {refused}"

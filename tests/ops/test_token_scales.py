@@ -199,6 +199,21 @@ def test_equal_scales_are_one_scale(device, dtype, layout):
     torch.testing.assert_close(with_scales(case, key, value).run(), want, rtol=unit, atol=unit)
 
 
+@pytest.mark.parametrize("of", ["k_scales", "v_scales", "k_zeros", "v_zeros"])
+def test_a_bad_scale_that_a_tree_mask_hides(bits, device, layout, of):
+    """New tokens that see themselves and the context alone: token 2 of 4 is bad."""
+    if bits == 8 and "zeros" in of:
+        pytest.skip("int8 has no zeros")
+    case = token_case(bits, device, BF16, [40], [4], layout=layout)
+    case = case.with_options(tree_mask=torch.zeros(4, dtype=torch.int64, device=device))
+    page, place = slot_of(case, 0, 38)
+    name = of.replace("_", "_token_")
+    bad = case.options[name].clone()
+    bad[page, :, place] = NAN
+    out = case.with_options(**{name: bad}).run()
+    assert out.isnan().flatten(1).any(1).tolist() == [False, False, True, False]
+
+
 @pytest.mark.parametrize("queries", [[1, 1, 1], [5, 3, 1], [150, 120, 1]], ids=str)
 @pytest.mark.parametrize("poison", [NAN, math.inf])
 @pytest.mark.parametrize("of", ["k_scales", "v_scales", "k_zeros", "v_zeros"])
@@ -396,7 +411,7 @@ def test_bad_input_of_int4():
          r"key_cache: expected int8, or k_token_zeros and v_token_zeros for int4, got uint8 alone"),
         (case, {"k_token_zeros": None, "v_token_zeros": None, **none},
          r"key_cache: expected float32 \(from query\), .* or int8, got uint8; say what"),
-        (case, none, r"k_token_zeros: expected k_token_scales and v_token_scales, too$"),
+        (case, none, r"k_token_scales: expected a tensor, as k_token_zeros is one, got None$"),
         (int8, {"k_token_zeros": key, "v_token_zeros": value},
          r"k_token_zeros: expected None: only int4 caches, which are uint8, have a zero a token, "
          r"this one is int8$"),

@@ -6,6 +6,8 @@ import argparse
 import math
 from pathlib import Path
 
+CACHES = ("auto", "fp8", "fp8_e5m2", "int8", "int8_per_token", "int4_per_token")
+
 __all__ = ["add_arguments"]
 
 
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser, toy_model: Path) -> None:
     add("--num-blocks", type=int, metavar="N", help="of the cache; default: by free memory")
     add("--host-bytes", type=int, default=0, help="memory to swap sequences out to")
     add("--layout", choices=["vllm", "NHD", "HND"], default="vllm")
-    add("--cache-dtype", choices=["auto", "fp8", "fp8_e5m2", "int8"], default="auto")
+    add("--cache-dtype", choices=CACHES, default="auto")
     add("--k-scale", type=float, default=1.0, help="of an 8-bit cache: largest |K| / 127 for int8")
     add("--v-scale", type=float, default=1.0, help="likewise, of |V|")
     add("--compile", action="store_true", help="call the model through torch.compile")

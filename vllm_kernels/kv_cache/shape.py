@@ -92,11 +92,12 @@ class KVShape:
             check(number >= 1, name, "at least 1", number, InvalidArgument)
         dtype = f"the {type(self.dtype).__name__} {self.dtype!r}"
         check(isinstance(self.dtype, torch.dtype), "dtype", "a torch.dtype", dtype, InvalidType)
+        of_int4 = " for int4_per_token" if self.has_token_zeros else ""
         low, step = (64, 32) if self.has_token_zeros else (32, 16)
         step = 8 if self.cache_dtype == "auto" else step
         check(
             self.head_size in range(low, 257, step),
-            "head size", f"a multiple of {step} from {low} to 256", self.head_size,
+            "head size", f"a multiple of {step} from {low} to 256{of_int4}", self.head_size,
         )  # fmt: skip
         check(self.dtype in _MODEL_DTYPES, "dtype", "float32, float16 or bfloat16", self.dtype)
         check(

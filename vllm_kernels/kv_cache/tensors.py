@@ -174,7 +174,7 @@ class KVCache:
         """
         kc, vc = self._pages(layer)
         kind = self.shape.cache_dtype
-        if kind == "int8_per_token" or kind == "int4_per_token":
+        if kind == "int8_per_token" or kind == "int4_per_token":  # as a type checker reads it
             zeros = (self.key_zeros[layer], self.value_zeros[layer]) if self.key_zeros else ()
             vllm_kernels.reshape_and_cache_per_token_quant(
                 key, value, kc, vc, self.key_scales[layer], self.value_scales[layer], slot_mapping,
@@ -448,7 +448,7 @@ class KVCache:
         return self.key_caches[layer], self.value_caches[layer]
 
     def _scales_of(self, layer: int) -> dict[str, Any]:
-        """Of an 8-bit cache; others have none."""
+        """Of an 8-bit or int4 cache; others have none."""
         if self.shape.has_token_scales:
             scales = {
                 "k_token_scales": self.key_scales[layer],
@@ -532,7 +532,7 @@ class KVCache:
         scales = torch.as_tensor(scale, dtype=torch.float32)
         if not self._is_quantized and not bool((scales == 1).all()):
             raise InvalidArgument(
-                f"KVCache: {name}: expected 1.0 (only 8-bit caches have scales, this one is "
+                f"KVCache: {name}: expected 1.0 (only 8-bit caches have one scale, this one is "
                 f"{self._kind()}), got {short_repr(scale)}"
             )
         if not bool(((scales > 0) & scales.isfinite()).all()):

@@ -156,25 +156,25 @@ def gather_paged_kv(
     read contiguous keys.
 
     Row ``cu_seq_lens[s] + i`` gets token ``seq_starts[s] + i`` of sequence s; rows of no sequence
-    are left alone. Elements of 8-bit caches are multiplied by their scale and rounded to the dtype
-    of the rows.
+    are left alone. Elements of 8-bit and int4 caches are multiplied by their scale and rounded to
+    the dtype of the rows.
 
     Args:
         key, value: [num_rows, num_kv_heads, head_size], float32, float16 or bfloat16, written; the
             strides of rows and heads are free.
-        key_cache, value_cache: of that dtype, float8_e4m3fn, float8_e5m2 or int8; shapes by layout
-            as in :func:`vllm_kernels.paged_attention`.
+        key_cache, value_cache: of that dtype, float8_e4m3fn, float8_e5m2, int8, or uint8 for int4;
+            shapes by layout as in :func:`vllm_kernels.paged_attention`.
         block_tables: [>= num_seqs, blocks_per_seq] int32; entries after the gathered blocks are
             ignored.
         cu_seq_lens: [num_seqs + 1] int32, ascending, at most num_rows.
         seq_starts: [num_seqs] int32, a sequence's first token to gather; None: 0.
         k_scale, v_scale: for 8-bit caches, float32, both of one element, or [num_kv_heads], or
-            [num_blocks, num_kv_heads, block_size] (written by
+            contiguous [num_blocks, num_kv_heads, block_size] (written by
             :func:`reshape_and_cache_per_token_quant`); None stands for 1.
         layout: "vllm", "NHD" or "HND".
-        k_zero, v_zero: for int4 caches, which are uint8 of head_size / 2 elements a row: float32
-            [num_blocks, num_kv_heads, block_size], as the scales then are. An element is
-            ``(n - 8) * scale + zero``.
+        k_zero, v_zero: for int4 caches, which are uint8 of head_size / 2 elements a row:
+            contiguous float32 [num_blocks, num_kv_heads, block_size], as the scales then are. An
+            element is ``(n - 8) * scale + zero``.
 
     Raises:
         RuntimeError: as :func:`cp_gather_cache`.

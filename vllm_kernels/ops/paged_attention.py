@@ -360,13 +360,11 @@ def paged_attention(
         if tree_mask is not None:
             tree_mask = tree_mask.view(_SIGNED.get(tree_mask.dtype, tree_mask.dtype))
         zero_unowned = out is None and query_start_loc is not None
-        if tree_mask is not None or zero_unowned:
+        has_zeros = k_token_zeros is not None or v_token_zeros is not None
+        if tree_mask is not None or zero_unowned or has_zeros:
             last = kv_indptr, max_pages, k_token_scales, v_token_scales, tree_mask, zero_unowned
-        if k_token_zeros is not None or v_token_zeros is not None:
-            last = (
-                kv_indptr, max_pages, k_token_scales, v_token_scales, tree_mask, zero_unowned,
-                k_token_zeros, v_token_zeros,
-            )  # fmt: skip
+        if has_zeros:
+            last = *last, k_token_zeros, v_token_zeros
         if scale is None:
             scale = max(1, query.shape[-1]) ** -0.5
         if max_query_len is None:

@@ -410,11 +410,11 @@ class PagedAttentionTask {
     const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
     Vec sums = {}, zeros = {};
     for (int token = from; token < visible.end; token += kLanes) {
-      Vec prob = exp(load(probs + token) - shift);
+      const Vec score = load(probs + token);
+      Vec prob = exp(score - shift);
       sums += prob;
       if (token_scales_.any()) {  // a scale that the query token does not see may be NaN
-        const Vec numbers = lanes_ + splat(static_cast<float>(token));
-        const VecInt keep = is_visible(numbers, visible);
+        const VecInt keep = score != splat(-kInfinity);
         if constexpr (kHasTokenZeros<Cache>) {
           zeros += select(keep, prob * token_scales_.value_zero(token), Vec{});
         }

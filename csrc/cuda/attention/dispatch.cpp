@@ -54,9 +54,8 @@ bool scales_are_aligned(const TokenScales& scales) {
 bool cache_is_aligned(const PagedAttentionParams& p) {
   const PagedKv& kv = p.kv;
   return scales_are_aligned(p.token_scales) && is_aligned(kv.key, 16) && is_aligned(kv.value, 16) &&
-         fits_stride(kv, kv.head_size) && fits_stride(kv, kv.key_block_stride) &&
-         fits_stride(kv, kv.key_head_stride) && fits_stride(kv, kv.value_block_stride) &&
-         fits_stride(kv, kv.value_head_stride) &&
+         fits_stride(kv, kv.key_block_stride) && fits_stride(kv, kv.key_head_stride) &&
+         fits_stride(kv, kv.value_block_stride) && fits_stride(kv, kv.value_head_stride) &&
          (kv.layout == KvLayout::kVllm ||
           (fits_stride(kv, kv.key_token_stride) && fits_stride(kv, kv.value_token_stride)));
 }

@@ -5,8 +5,7 @@
 //   scores   a warp takes kWarpPages pages at a time; its lanes read their bounds by 16 bytes. The
 //            dot products go to scratch in global memory, as ordered bits
 //   choice   the row's last CTA: radix selection (cuda/sampling/row_select.cuh), then the kept
-//   pages
-//            in order. Counters of the stream's workspace elect it; they are 0 again after it
+//            pages in order. Counters of the stream's workspace elect it; they are 0 again after it
 //
 // b8 x 32k, 32/8 heads of 128, bf16, pages of 16: 16384 pages of 4 KB of bounds are 67 MB, 15.5 us
 // at 4.34 TB/s. A page is 2048 products, 33.6 million in all (fp32: 0.5 million warp instructions
@@ -77,30 +76,22 @@ __device__ __forceinline__ void fill_weights(const SelectPagesParams& p, const P
 }
 
 // Dot products of the bounds of up to kWarpPages pages with the weights. A null row counts as 0.
-// All lanes of the warp call it, and get the sums. It calls prepare_weights() with the first loads
-// in flight.
-template <typename T, bool kAligned, typename Prepare>
+// All lanes of the warp call it, and get the sums.
+template <typename T, bool kAligned>
 __device__ __forceinline__ void score(const T* const (&rows)[kWarpPages], const float* weights,
-                                      int components, float (&sums)[kWarpPages],
-                                      const Prepare& prepare_weights) {
+                                      int components, float (&sums)[kWarpPages]) {
   constexpr int kWidth = kVecWidth<T>;
   const int vecs = (components + kWidth - 1) / kWidth;
-  Vec16<T> loaded[kWarpPages];
-  const auto load = [&](int vec) {
+#pragma unroll
+  for (int j = 0; j < kWarpPages; ++j) sums[j] = 0.0f;
+#pragma unroll 1
+  for (int vec = threadIdx.x % kWarpSize; vec < vecs; vec += kWarpSize) {
+    Vec16<T> loaded[kWarpPages];
 #pragma unroll
     for (int j = 0; j < kWarpPages; ++j) {
       loaded[j] = {};
-      if (rows[j] != nullptr && vec < vecs) {
-        loaded[j] = load_vec<kAligned, kWidth>(rows[j], vec, components);
-      }
+      if (rows[j] != nullptr) loaded[j] = load_vec<kAligned, kWidth>(rows[j], vec, components);
     }
-  };
-#pragma unroll
-  for (int j = 0; j < kWarpPages; ++j) sums[j] = 0.0f;
-  load(threadIdx.x % kWarpSize);
-  prepare_weights();
-#pragma unroll 1
-  for (int vec = threadIdx.x % kWarpSize; vec < vecs; vec += kWarpSize) {
     float factors[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; i += 4) {
@@ -117,23 +108,20 @@ __device__ __forceinline__ void score(const T* const (&rows)[kWarpPages], const 
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) sums[j] = fmaf(bounds[i], factors[i], sums[j]);
     }
-    load(vec + kWarpSize);
   }
 #pragma unroll
   for (int j = 0; j < kWarpPages; ++j) sums[j] = warp_sum(sums[j]);
 }
 
-// Fills the weights, and scores the pages [first, last).
+// Scores of the pages [first, last).
 template <typename T, bool kAligned>
 __device__ __forceinline__ void score_pages(const SelectPagesParams& p, const PageRow& row,
-                                            int first, int last, float* weights) {
+                                            int first, int last, const float* weights) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int components = static_cast<int>(p.row_components());
   const T* bounds = static_cast<const T*>(p.bounds) + int64_t{2} * row.head * p.head_size;
-  int page = first + warp * kWarpPages;
-  bool has_weights = false;
 #pragma unroll 1
-  do {
+  for (int page = first + warp * kWarpPages; page < last; page += kStepPages) {
     const T* rows[kWarpPages];
 #pragma unroll
     for (int j = 0; j < kWarpPages; ++j) {
@@ -142,12 +130,7 @@ __device__ __forceinline__ void score_pages(const SelectPagesParams& p, const Pa
       rows[j] = good ? bounds + id * p.bounds_block_stride : nullptr;
     }
     float sums[kWarpPages];
-    score<T, kAligned>(rows, weights, components, sums, [&] {
-      if (has_weights) return;
-      fill_weights<T>(p, row, weights);
-      __syncthreads();
-      has_weights = true;
-    });
+    score<T, kAligned>(rows, weights, components, sums);
 #pragma unroll
     for (int j = 0; j < kWarpPages; ++j) {
       if (lane != j || page + j >= last) continue;
@@ -155,7 +138,7 @@ __device__ __forceinline__ void score_pages(const SelectPagesParams& p, const Pa
       if (p.always_kept(page + j, row.pages)) order = SelectPagesParams::kAlwaysKept;
       row.scores[page + j] = order;
     }
-  } while ((page += kStepPages) < last);
+  }
 }
 
 template <typename T, bool kAligned>
@@ -181,6 +164,8 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
   if (begin >= row.pages) return;
   const int first = static_cast<int>(begin);
   float* weights = reinterpret_cast<float*>(pages_shared);
+  fill_weights<T>(p, row, weights);
+  __syncthreads();
   score_pages<T, kAligned>(p, row, first, min(row.pages - first, chunk_pages) + first, weights);
   const int ctas = (row.pages - 1) / chunk_pages + 1;
   if (!comes_last(counters + blockIdx.y, ctas)) return;

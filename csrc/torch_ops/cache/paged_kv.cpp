@@ -315,7 +315,8 @@ TokenScales token_scales(Expect& expect, const PagedKv& kv, CacheSizes& sizes,
                             "a zero a token, this one is ") +
                 name_of(kv.dtype));
   }
-  expect.that(any || !zeros, "k_token_zeros: expected k_token_scales and v_token_scales, too");
+  expect.that(any || !zeros,
+              "k_token_scales: expected a tensor, as k_token_zeros is one, got None");
   if (!any) return {};
   const auto scales = [&](const char* name, const Tensor& tensor) {
     const Argument s = expect.tensor(name, tensor).float32();

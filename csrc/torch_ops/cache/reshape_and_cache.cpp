@@ -98,7 +98,8 @@ void reshape_and_cache_per_token_quant(const Tensor& key, const Tensor& value,
   const KvLayout kv_layout = cache_layout(expect, layout);
   const bool zeros = key_zeros.has_value();
   if (zeros != value_zeros.has_value()) {
-    expect.fail("key_zeros and value_zeros: expected both (int4) or neither (int8), got one");
+    expect.fail(std::string(zeros ? "value_zeros" : "key_zeros") + ": expected a tensor, as " +
+                (zeros ? "key_zeros" : "value_zeros") + " is one, got None");
   }
   Argument kc = expect.tensor("key_cache", key_cache);
   Argument vc = expect.tensor("value_cache", value_cache);

@@ -202,6 +202,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   };
 
   bool has_tile = false;  // whether a previous work tile is still to be combined and written
+  // Before Hopper, ScaledInt8 spills if rows are cleared after the query is loaded. Other caches
+  // spill if they are cleared before.
+  constexpr bool kClearsEarly = sm90a_or(0, std::is_same_v<Cache, ScaledInt8>);
   const auto clear_rows = [&] {
     if (!NewToken::kAny && !has_tile) clear_unowned_rows<kValues>(p, 32 * warp + lane, 32 * warps);
   };
@@ -265,9 +268,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       // With kv_ready the wait comes only here, before the first access to query and workspace. The
       // query still arrives before the first pages.
       if (!has_tile && p.kv_ready) wait_at_start(p);
-      if (sm90a_or(0, 1)) clear_rows();  // later it would spill
+      if (kClearsEarly) clear_rows();
       if (index < count) load_query();
-      if (sm90a_or(1, 0)) clear_rows();  // while the first pages arrive
+      if (!kClearsEarly) clear_rows();  // while the first pages arrive
     }
     if (has_tile) {
       const WorkTile& work_tile = work_tiles[last];

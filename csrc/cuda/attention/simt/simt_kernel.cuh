@@ -187,7 +187,7 @@ struct SimtCta {
     return score;
   }
 
-  // Whether every token has scales of its own: only in an int8 cache.
+  // Whether scales of tokens multiply scores and weights. Those of int4 multiply its elements.
   __device__ __forceinline__ bool has_token_scales() const {
     if constexpr (std::is_same_v<Cache, int8_t>) return p.token_scales.any();
     return false;
