@@ -113,7 +113,7 @@ Argument& Argument::exactly(int32_t scalar_type, const char* hint) {
 
 const char* Argument::uint8_hint() const {
   return scalar_type_ == aoti_torch_dtype_uint8()
-             ? "; say what its bytes are with .view(torch.float8_e4m3fn), or give zeros for int4"
+             ? "; say what its bytes are with .view(torch.float8_e4m3fn)"
              : "";
 }
 
