@@ -293,23 +293,19 @@ void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scal
   kv.scale_stride = elements > 1 ? 1 : 0;
 }
 
-namespace {
-
-// Requires k_`name` and v_`name` to be both tensors or both None. Returns whether they are tensors.
-bool both_or_neither(const Expect& expect, const char* name, const std::optional<Tensor>& k,
-                     const std::optional<Tensor>& v) {
-  if (k.has_value() == v.has_value()) return k.has_value();
-  const std::string of_keys = std::string("k_") + name, of_values = std::string("v_") + name;
-  expect.fail((k ? of_values : of_keys) + ": expected a tensor, as " + (k ? of_keys : of_values) +
-              " is one, got None");
+bool both_or_neither(const Expect& expect, const char* key_name, const std::optional<Tensor>& key,
+                     const char* value_name, const std::optional<Tensor>& value) {
+  if (key.has_value() == value.has_value()) return key.has_value();
+  expect.fail(std::string(key ? value_name : key_name) + ": expected a tensor, as " +
+              (key ? key_name : value_name) + " is one, got None");
 }
-
-}  // namespace
 
 TokenScales token_scales(Expect& expect, const PagedKv& kv, CacheSizes& sizes,
                          const TokenScaleTensors& tensors, Arguments& read) {
-  const bool any = both_or_neither(expect, "token_scales", tensors.k_scales, tensors.v_scales);
-  const bool zeros = both_or_neither(expect, "token_zeros", tensors.k_zeros, tensors.v_zeros);
+  const bool any = both_or_neither(expect, "k_token_scales", tensors.k_scales, "v_token_scales",
+                                   tensors.v_scales);
+  const bool zeros =
+      both_or_neither(expect, "k_token_zeros", tensors.k_zeros, "v_token_zeros", tensors.v_zeros);
   if (zeros && kv.dtype != DType::kInt4x2) {
     expect.fail(std::string("k_token_zeros: expected None: only int4 caches, which are uint8, have "
                             "a zero a token, this one is ") +

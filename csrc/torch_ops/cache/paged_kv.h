@@ -79,6 +79,11 @@ RowCache row_cache(const Argument& query, Argument& key, Argument& value, int64_
 void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
                 const std::optional<Tensor>& v_scale, Arguments& read);
 
+// Requires an argument of keys and its twin of values to be both tensors or both None. Returns
+// whether they are tensors.
+bool both_or_neither(const Expect& expect, const char* key_name, const std::optional<Tensor>& key,
+                     const char* value_name, const std::optional<Tensor>& value);
+
 // The arguments k_token_scales, v_token_scales, k_token_zeros and v_token_zeros.
 struct TokenScaleTensors {
   const std::optional<Tensor>&k_scales, &v_scales, &k_zeros, &v_zeros;

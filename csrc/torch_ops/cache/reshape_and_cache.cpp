@@ -96,11 +96,7 @@ void reshape_and_cache_per_token_quant(const Tensor& key, const Tensor& value,
   Expect& expect = tokens.expect;
   CacheSizes& sizes = tokens.sizes;
   const KvLayout kv_layout = cache_layout(expect, layout);
-  const bool zeros = key_zeros.has_value();
-  if (zeros != value_zeros.has_value()) {
-    expect.fail(std::string(zeros ? "value_zeros" : "key_zeros") + ": expected a tensor, as " +
-                (zeros ? "key_zeros" : "value_zeros") + " is one, got None");
-  }
+  const bool zeros = both_or_neither(expect, "key_zeros", key_zeros, "value_zeros", value_zeros);
   Argument kc = expect.tensor("key_cache", key_cache);
   Argument vc = expect.tensor("value_cache", value_cache);
   if (!zeros) {
