@@ -89,7 +89,7 @@ struct ListPlace {
   int by_token;  // number of tokens before it in index order
 };
 __device__ __forceinline__ ListPlace place_in_list(List& list, int size) {
-  const int i = threadIdx.x;
+  const int i = opaque(threadIdx.x);  // keeps no address in registers
   if (i >= size && i < size + 3 && i < kRowThreads) {
     list.ordered[i] = 0;
     list.tokens[i] = 0xffffffffu;
@@ -173,7 +173,7 @@ __device__ __forceinline__ bool select_by_steps(SelectShared& shared, BinSets& s
   if (size > kRowThreads) return false;
   auto* weights = reinterpret_cast<uint64_t*>(shared.bins[0].low);  // by falling logit
   uint32_t* values = shared.bins[0].high;
-  const int i = threadIdx.x;
+  const int i = opaque(threadIdx.x);  // keeps no address in registers
   const ListPlace place = place_in_list(shared.list, size);
   if (i < size) {
     weights[place.by_logit] = weight_of(place.ordered, max);

@@ -107,6 +107,115 @@ __device__ __forceinline__ void load_slice(const LogitRows& logits, int64_t row,
   }
 }
 
+// --- logits as they are --------------------------------------------------------------------------
+
+// The higher of two logits; NaN if one is NaN.
+__device__ __forceinline__ float higher(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// A sample's mask; without words every token is allowed.
+struct SampleMask {
+  Bitmask bitmask;
+  const int32_t* words;
+};
+
+// The bits of a mask for a batch of Vecs, kRowThreads apart. With kInside all of them are in the
+// slice, and the mask has words for it.
+template <bool kInside, int kWidth, int kUnroll>
+__device__ __forceinline__ void load_mask(const SampleMask& mask, const Slice& slice, int first,
+                                          uint32_t (&allowed)[kUnroll]) {
+  const uint32_t token = static_cast<uint32_t>(slice.begin + first * kWidth);
+  constexpr int kStep = kRowThreads * kWidth;
+  const int32_t* words = mask.words + token / 32;
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    if constexpr (kInside) {
+      allowed[i] = static_cast<uint32_t>(words[i * (kStep / 32)]) >> (token % 32);
+    } else {
+      const int at = static_cast<int>(token) + i * kStep;
+      allowed[i] =
+          at < slice.begin + slice.size ? mask.bitmask.bits_from(mask.words, at) : 0xffffffffu;
+    }
+  }
+}
+
+// Loads a batch of kUnroll Vecs; see load_logits(). Returns the highest of these logits and
+// `highest`.
+template <bool kAligned, bool kMasked, bool kInside, int kUnroll, typename T>
+__device__ __forceinline__ float load_batch(const T* from, const Slice& slice,
+                                            const SampleMask& mask, int first, float highest) {
+  constexpr int kWidth = kVecWidth<T>;
+  const auto is_inside = [&](int i) {
+    return kInside || (first + i * kRowThreads) * kWidth < slice.size;
+  };
+  Vec16<T> loaded[kUnroll];
+  uint32_t allowed[kUnroll];
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    if (is_inside(i)) {
+      loaded[i] = load_vec<kAligned, kWidth>(from, first + i * kRowThreads, slice.size);
+    }
+  }
+  if constexpr (kMasked) load_mask<kInside, kWidth>(mask, slice, first, allowed);
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    if (!is_inside(i)) break;
+    const int index = (first + i * kRowThreads) * kWidth;
+    float logits[kWidth];
+    upcast(loaded[i], logits);
+    float of_vec = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      if (kMasked && (allowed[i] >> j & 1) == 0) logits[j] = -INFINITY;
+      if (!kAligned && index + j >= slice.size) logits[j] = -INFINITY;
+      of_vec = j == 0 ? logits[0] : higher(of_vec, logits[j]);
+    }
+    highest = higher(highest, of_vec);
+#pragma unroll
+    for (int j = 0; j < kWidth; j += 4) {
+      reinterpret_cast<float4*>(slice.ordered)[(index + j) / 4] =
+          make_float4(logits[j], logits[j + 1], logits[j + 2], logits[j + 3]);
+    }
+  }
+  return highest;
+}
+
+template <bool kAligned, bool kMasked, typename T>
+__device__ __forceinline__ float load_batches(const T* from, const Slice& slice,
+                                              const SampleMask& mask) {
+  // Registers for what is in flight: without masks they suffice for 32 float32 logits.
+  constexpr int kWidth = kVecWidth<T>, kInside = kMasked || sizeof(T) < 4 ? 4 : 8, kTail = 4;
+  float highest = -INFINITY;
+  int first = threadIdx.x;
+  if (kAligned && (!kMasked || mask.bitmask.num_words * 32 >= slice.begin + slice.size)) {
+    const int inside = slice.size - (kInside - 1) * kRowThreads * kWidth;
+#pragma unroll 1
+    for (; first * kWidth < inside; first += kInside * kRowThreads) {
+      highest = load_batch<kAligned, kMasked, true, kInside>(from, slice, mask, first, highest);
+    }
+  }
+#pragma unroll 1
+  for (; first * kWidth < slice.size; first += kTail * kRowThreads) {
+    highest = load_batch<kAligned, kMasked, false, kTail>(from, slice, mask, first, highest);
+  }
+  return highest;
+}
+
+// Loads the slice as the bits of float32 logits, in place of ordered bits: -inf where the mask
+// forbids a token, and as padding. Returns the highest of those that the thread loads, which
+// for_each_own<T>() visits; NaN if one is NaN. Of a logit this takes a comparison and a store.
+template <typename T>
+__device__ __forceinline__ float load_logits(const LogitRows& logits, int64_t row, bool aligned,
+                                             const Slice& slice, const SampleMask& mask) {
+  const T* from = static_cast<const T*>(logits.data) + row * logits.stride + slice.begin;
+  if (!aligned) return load_batches<false, true>(from, slice, mask);
+  if (mask.words == nullptr) return load_batches<true, false>(from, slice, mask);
+  return load_batches<true, true>(from, slice, mask);
+}
+
 // body(ordered bits, index in the slice) for the tokens that load_slice<T>() visits in this thread.
 // The last ones may be padding, which is 0.
 template <typename T, typename Body>

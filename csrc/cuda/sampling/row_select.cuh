@@ -28,9 +28,17 @@ struct List {
   int sizes[3];
 };
 
+// What a CTA tells the others of its own list (row_few.cuh).
+struct FewOfCta {
+  int size;
+  uint32_t highest;   // ordered bits of its highest logit
+  uint32_t quotient;  // ordered bits of a quotient that enough of its tokens reach; 0: of none
+};
+
 struct SelectShared {
   Bins bins[2];
   List list;
+  FewOfCta few[kClusterSize];
   uint64_t cta_keys[kClusterSize];  // the highest key of each CTA
   uint64_t warp_keys[kRowWarps];
   uint64_t warp_sums[kRowWarps];

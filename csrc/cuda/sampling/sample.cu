@@ -13,7 +13,7 @@
 // Nothing is read before the PDL wait.
 #include "cuda/base/prefetch.cuh"
 #include "cuda/launchers.h"
-#include "cuda/sampling/row_list.cuh"
+#include "cuda/sampling/row_few.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
@@ -37,11 +37,27 @@ template <typename Value, typename Body>
 __device__ __forceinline__ void for_each_entry(const TokenLists<Value>& lists, int64_t sample,
                                                const Slice& slice, const Body& body) {
   const auto range = lists.of(sample);
+#pragma unroll 1
   for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kRowThreads) {
     const int64_t at = int64_t{lists.tokens[i]} - slice.begin;
     if (at >= 0 && at < slice.size) body(static_cast<int>(at), lists.values[i]);
   }
   __syncthreads();
+}
+
+// Adds the bias and the penalties to a slice. logit_of(word of the slice), word_of(logit).
+template <typename LogitOf, typename WordOf>
+__device__ __forceinline__ void change_logits(const SampleParams& p, int64_t sample,
+                                              const Slice& slice, const LogitOf& logit_of,
+                                              const WordOf& word_of) {
+  __syncthreads();
+  for_each_entry(p.bias, sample, slice, [&](int at, float value) {
+    slice.ordered[at] = word_of(ScalarMath::add(logit_of(slice.ordered[at]), value));
+  });
+  for_each_entry(p.counts, sample, slice, [&](int at, int32_t value) {
+    const Penalties penalties = Penalties::read(p, sample);
+    slice.ordered[at] = word_of(penalties.apply(logit_of(slice.ordered[at]), value));
+  });
 }
 
 // Loads the slice as ordered bits of the final logits. Returns the thread's highest token. Bias and
@@ -68,15 +84,9 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
         if (!sparse) highest.visit(ordered, token);
       });
   if (!sparse) return highest;
-  __syncthreads();
-  for_each_entry(p.bias, sample, slice, [&](int at, float value) {
-    const float logit = from_ordered_bits(slice.ordered[at]);
-    slice.ordered[at] = ordered_bits(ScalarMath::add(logit, value));
-  });
-  for_each_entry(p.counts, sample, slice, [&](int at, int32_t value) {
-    const float logit = from_ordered_bits(slice.ordered[at]);
-    slice.ordered[at] = ordered_bits(Penalties::read(p, sample).apply(logit, value));
-  });
+  change_logits(
+      p, sample, slice, [](uint32_t ordered) { return from_ordered_bits(ordered); },
+      [](float logit) { return ordered_bits(logit); });
   for_each_own<T>(slice, [&](uint32_t ordered, int index) {
     if (index >= slice.size) return;
     if (divides) {
@@ -84,6 +94,38 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
       slice.ordered[index] = ordered;
     }
     highest.visit(ordered, slice.begin + index);
+  });
+  return highest;
+}
+
+// Loads the slice as bits of the logits that load_row() would divide by the temperature. Returns
+// the thread's highest; NaN if one is NaN.
+template <typename T>
+__device__ __forceinline__ float load_undivided(const SampleParams& p, int64_t sample, bool aligned,
+                                                const Slice& slice) {
+  const bool biased = prefetch_entries(p.bias, sample);
+  const bool sparse = prefetch_entries(p.counts, sample) || biased;
+  float highest =
+      load_logits<T>(p.logits, p.row_of(sample), aligned, slice, {p.bitmask, p.bitmask.of(sample)});
+  if (!sparse) return highest;
+  change_logits(
+      p, sample, slice, [](uint32_t word) { return bits_as<float>(word); },
+      [](float logit) { return bits_as<uint32_t>(logit); });
+  highest = -INFINITY;
+  for_each_own<T>(slice,
+                  [&](uint32_t word, int) { highest = higher(highest, bits_as<float>(word)); });
+  return highest;
+}
+
+// Makes what load_undivided() loaded what load_row() loads.
+template <typename T>
+__device__ __forceinline__ Highest divide_row(const Slice& slice, float temperature) {
+  Highest highest;
+  for_each_own<T>(slice, [&](uint32_t word, int index) {
+    const uint32_t ordered =
+        index < slice.size ? ordered_bits(bits_as<float>(word) / temperature) : 0;
+    slice.ordered[index] = ordered;
+    if (index < slice.size) highest.visit(ordered, slice.begin + index);
   });
   return highest;
 }
@@ -130,7 +172,7 @@ template <typename Found>
 __device__ __forceinline__ void draw_from_list(SelectShared& shared, int size,
                                                const SampleRow& request, float max, uint64_t random,
                                                const Found& found) {
-  const int i = threadIdx.x;
+  const int i = opaque(threadIdx.x);  // keeps no address in registers
   const ListPlace place = place_in_list(shared.list, size);
   auto* by_logit = reinterpret_cast<uint64_t*>(shared.bins[0].low);
   uint32_t* token_at = shared.bins[0].low + 2 * kRowThreads;
@@ -171,48 +213,106 @@ __device__ __forceinline__ void write_mask(const SampleParams& p, int64_t row, S
   });
 }
 
-// Returns whether other CTAs may still read this CTA's shared memory. It has then arrived at a last
-// barrier of the cluster.
+// Whether sample_few() may suffice for a row.
+__device__ __forceinline__ bool wants_few(const SampleParams& p, const SampleRow& request) {
+  return p.tokens != nullptr && request.counts(p.logits.vocab_size) && request.top_k <= kMaxFew &&
+         request.temperature < INFINITY;
+}
+
+// What is known of a row before the draw.
+struct FoundRow {
+  int size = INT32_MAX;  // of the first CTA's list; above kRowThreads: there is none
+  uint32_t highest = 0;  // ordered bits
+  int token = -1;        // the first of the highest; -1: other CTAs read nothing more of this one
+};
+
+// Makes a list for a row with a small top-k. There is none if it does not suffice, or if the row is
+// not finite.
 template <typename T, typename Cluster>
-__device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample, int64_t row,
-                                           const Slice& slice, bool aligned, SelectShared& shared) {
-  const int vocab_size = p.logits.vocab_size;
-  const SampleRow request = SampleRow::read(p, sample);
-  const bool lists =
-      p.tokens != nullptr && request.counts(vocab_size) && request.top_k <= kMaxListed;
-  BinSets sets;
-  Cluster::begin();
-  clear(shared.bins[0]);
-  prepare_list(shared);
-  __syncthreads();
-  const Highest highest = load_row<T>(p, sample, request, aligned, slice);
-  if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
+__device__ __forceinline__ FoundRow list_row(const SampleParams& p, int64_t sample,
+                                             const Slice& slice, bool aligned,
+                                             SelectShared& shared) {
+  const float highest = load_undivided<T>(p, sample, aligned, slice);
   Cluster::wait();
+  const SampleRow request = SampleRow::read(p, sample);
+  send_few<T, Cluster>(shared, slice, highest, request.top_k, request.temperature);
+  Cluster::sync();
+  const Few few = few_of_row<Cluster>(shared);
+  FoundRow found;
+  found.highest = quotient_of(few.highest, request.temperature);
+  if (!few.fits || !is_finite_ordered(found.highest)) return found;
+  found.size = 0;
+  if (Cluster::rank() == 0) {
+    found.size = list_few<Cluster>(shared, few, request.top_k, request.temperature);
+  }
+  return found;
+}
+
+// Any row. Where list_row() was tried, the slice has what that left.
+template <typename T, typename Cluster>
+__device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t sample,
+                                             const Slice& slice, bool aligned, SelectShared& shared,
+                                             BinSets& sets) {
+  const SampleRow request = SampleRow::read(p, sample);
+  const bool loaded = wants_few(p, request);
+  const bool lists = !loaded && p.tokens != nullptr && request.counts(p.logits.vocab_size) &&
+                     request.top_k <= kMaxListed;
+  clear(shared.bins[0]);
+  __syncthreads();
+  Highest highest;
+  if (loaded) {
+    highest = divide_row<T>(slice, request.temperature);
+  } else {
+    highest = load_row<T>(p, sample, request, aligned, slice);
+    if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
+    Cluster::wait();
+  }
   post_max_key<Cluster>(shared, highest.key());
-  int size = INT32_MAX;
+  FoundRow found;
   if (lists) {
-    size = list_highest<T, Cluster>(shared, sets, slice, highest.ordered, request.top_k);
+    found.size = list_highest<T, Cluster>(shared, sets, slice, highest.ordered, request.top_k);
   } else {
     Cluster::sync();
   }
   const uint64_t key = row_max_key<Cluster>(shared);
-  const bool is_first_cta = Cluster::rank() == 0;
-  if (request.greedy || !is_finite_ordered(ordered_of(key))) {
-    if (is_first_cta && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = token_of(key);
-    if (lists) Cluster::arrive();
-    return lists;
+  found.highest = ordered_of(key);
+  found.token = token_of(key);
+  return found;
+}
+
+// Returns whether other CTAs may still read this CTA's shared memory. It has then arrived at a last
+// barrier of the cluster.
+template <typename T, typename Cluster>
+__device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample,
+                                           const Slice& slice, bool aligned, SelectShared& shared) {
+  Cluster::begin();
+  prepare_list(shared);
+  BinSets sets;
+  FoundRow found;
+  if (wants_few(p, SampleRow::read(p, sample)))
+    found = list_row<T, Cluster>(p, sample, slice, aligned, shared);
+  if (found.size > kRowThreads) {
+    found = find_row<T, Cluster>(p, sample, slice, aligned, shared, sets);
   }
-  const float max = from_ordered_bits(ordered_of(key));
-  if (size <= kRowThreads) {
-    if (!is_first_cta) return false;
+  const SampleRow request = SampleRow::read(p, sample);
+  const bool is_first_cta = Cluster::rank() == 0;
+  if (request.greedy || !is_finite_ordered(found.highest)) {
+    if (is_first_cta && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = found.token;
+    if (found.size == INT32_MAX) return false;
     Cluster::arrive();
-    draw_from_list(shared, size, request, max, SampleRow::random(p, sample),
-                   [&](uint32_t token) { p.tokens[sample] = token; });
     return true;
   }
-  const Kept kept = choose<Cluster>(shared, sets, slice, request, vocab_size, max);
+  const float max = from_ordered_bits(found.highest);
+  if (found.size <= kRowThreads) {
+    if (!is_first_cta) return false;
+    if (found.token >= 0) Cluster::arrive();
+    draw_from_list(shared, found.size, request, max, SampleRow::random(p, sample),
+                   [&](uint32_t token) { p.tokens[sample] = token; });
+    return found.token >= 0;
+  }
+  const Kept kept = choose<Cluster>(shared, sets, slice, request, p.logits.vocab_size, max);
   if (p.tokens == nullptr) {
-    write_mask<T, Cluster>(p, row, shared, slice, kept);
+    write_mask<T, Cluster>(p, p.row_of(sample), shared, slice, kept);
     return true;
   }
   draw<Cluster>(shared, slice, kept, max, SampleRow::random(p, sample),
@@ -233,7 +333,7 @@ __device__ __forceinline__ void sample_cluster(const SampleParams& p, int tokens
   }
   const Slice slice = slice_of<Cluster>(slice_memory<Cluster>(p.scratch, sample, tokens),
                                         p.logits.vocab_size, tokens);
-  if (sample_row<T, Cluster>(p, sample, row, slice, aligned, shared)) Cluster::wait();
+  if (sample_row<T, Cluster>(p, sample, slice, aligned, shared)) Cluster::wait();
 }
 
 template <typename T>
@@ -245,7 +345,7 @@ __global__ void VLLM_KERNELS_CLUSTER(kClusterSize) __launch_bounds__(kRowThreads
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 1)
     sample_kernel(const __grid_constant__ SampleParams p, int tokens, bool aligned) {
   sample_cluster<T, RowCluster<1>>(p, tokens, aligned);
 }

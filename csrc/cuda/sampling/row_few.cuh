@@ -1,0 +1,177 @@
+// The few highest tokens of a row, as row_list.cuh has them, with less work per token and one
+// barrier of the cluster. The slice holds logits as they are: load_logits() (row_load.cuh).
+//
+//   edge    if `count` threads have a logit at or above an edge, so have `count` tokens. Each CTA
+//           finds an edge for its own tokens
+//   list    each CTA sends its tokens from there on to the first CTA
+//   barrier behind it every CTA knows whether all lists fit
+//   end     the first CTA divides the listed logits by the temperature and finds an edge of the row
+//
+// Division rounds, so several logits may have one quotient. A list begins at the lowest logit whose
+// quotient may reach that of the edge. -inf has weight 0 and is not listed.
+#pragma once
+#include <cfloat>
+
+#include "cuda/sampling/row_list.cuh"
+
+namespace vllm_kernels::cuda {
+
+// The most tokens that are looked for in this way, and the room for the list of a CTA.
+constexpr int kMaxFew = 128;
+constexpr int kFewRoom = 2 * kMaxFew;
+static_assert(sizeof(Bins) == kClusterSize * kFewRoom * sizeof(uint64_t));
+
+// An edge that at least `count` keys reach, and no more than necessary or than a few too many. At
+// least `count` reach `low`, none exceeds `high`. reached_by(edge): how many reach it.
+template <typename Key, typename ReachedBy>
+__device__ __forceinline__ Key edge_of(Key low, Key high, int count, const ReachedBy& reached_by) {
+  const int enough = count + count / 8 + 8;
+#pragma unroll 1
+  while (low < high) {
+    const Key middle = low + (high - low) / 2 + 1;
+    const int reached = reached_by(middle);
+    if (reached < count) {
+      high = middle - 1;
+      continue;
+    }
+    low = middle;
+    if (reached <= enough) break;
+  }
+  return low;
+}
+
+// The range of the CTA's `highest` that are above -inf, and their number.
+struct HighestRange {
+  uint32_t lowest, highest;
+  int number;
+};
+__device__ __forceinline__ HighestRange range_of_highest(SelectShared& shared, uint32_t highest) {
+  constexpr uint32_t kAll = 0xffffffffu;
+  const bool counts = highest > kOrderedMinusInfinity;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const uint32_t most = __reduce_max_sync(kAll, highest);
+  const uint32_t fewest = __reduce_min_sync(kAll, counts ? highest : kAll);
+  if (lane == 0) shared.warp_keys[warp] = uint64_t{most} << 32 | fewest;
+  const int number = __syncthreads_count(counts);
+  const uint64_t key = shared.warp_keys[lane % kRowWarps];
+  return {__reduce_min_sync(kAll, static_cast<uint32_t>(key)),
+          __reduce_max_sync(kAll, static_cast<uint32_t>(key >> 32)), number};
+}
+
+// Ordered bits of a logit divided by the temperature.
+__device__ __forceinline__ uint32_t quotient_of(uint32_t ordered, float temperature) {
+  return ordered_bits(from_ordered_bits(ordered) / temperature);
+}
+
+// A finite logit whose quotient is at least `quotient` is not below this one. Its exact quotient
+// exceeds the number before `quotient`, so it exceeds the product of that and the temperature.
+__device__ __forceinline__ float lowest_with_quotient(uint32_t quotient, float temperature) {
+  constexpr uint32_t kZero = 0x80000000u;  // below it are the bits of -0, which nothing has
+  if (quotient <= kOrderedMinusInfinity + 1) return -FLT_MAX;
+  const uint32_t before = quotient - (quotient == kZero ? 2 : 1);
+  return fmaxf(__fmul_rd(from_ordered_bits(before), temperature), -FLT_MAX);
+}
+
+// The lists of all CTAs, in the first CTA.
+__device__ __forceinline__ uint64_t* few_keys(SelectShared& shared) {
+  return reinterpret_cast<uint64_t*>(&shared.bins[1]);
+}
+
+// Sends this CTA's tokens that may be among the `count` <= kMaxFew highest to the first CTA. Every
+// CTA of the cluster must have begun. Behind the next barrier all know what the others sent.
+// `highest` is what load_logits() returned, the temperature above 0 and finite.
+template <typename T, typename Cluster>
+__device__ __forceinline__ void send_few(SelectShared& shared, const Slice& slice, float highest,
+                                         int count, float temperature) {
+  const HighestRange range = range_of_highest(shared, ordered_bits(highest));
+  uint32_t quotient = 0;
+  if (range.number >= count) {
+    const uint32_t mine = ordered_bits(highest);
+    const uint32_t edge = edge_of(range.lowest, range.highest, count,
+                                  [&](uint32_t at) { return __syncthreads_count(mine >= at); });
+    quotient = quotient_of(edge, temperature);
+  }
+  const float lowest = lowest_with_quotient(quotient, temperature);
+  if (highest >= lowest) {
+    uint64_t* keys = Cluster::peer(few_keys(shared), 0) + Cluster::rank() * kFewRoom;
+    for_each_own<T>(slice, [&](uint32_t word, int index) {
+      const float logit = bits_as<float>(word);
+      if (!(logit >= lowest)) return;
+      const int at = atomicAdd(&shared.list.sizes[0], 1);
+      if (at < kFewRoom) keys[at] = max_key(ordered_bits(logit), slice.begin + index);
+    });
+  }
+  __syncthreads();
+  if (threadIdx.x >= Cluster::kSize) return;
+  *Cluster::peer(&shared.few[Cluster::rank()], static_cast<int>(threadIdx.x)) = {
+      shared.list.sizes[0], range.highest, quotient};
+}
+
+// What all CTAs sent.
+struct Few {
+  int size = 0;
+  bool fits = true;  // whether every list had room
+  uint32_t highest = 0, quotient = 0;
+};
+template <typename Cluster>
+__device__ __forceinline__ Few few_of_row(const SelectShared& shared) {
+  Few few;
+#pragma unroll
+  for (int rank = 0; rank < Cluster::kSize; ++rank) {
+    const FewOfCta& sent = shared.few[rank];
+    few.size += sent.size;
+    few.fits &= sent.size <= kFewRoom;
+    few.highest = max(few.highest, sent.highest);
+    few.quotient = max(few.quotient, sent.quotient);
+  }
+  return few;
+}
+
+// In the first CTA: moves the keys to the front of `to`, with divided logits.
+template <typename Cluster>
+__device__ __forceinline__ void divide_few(SelectShared& shared, uint64_t* to, int size,
+                                           float temperature) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < size; i += kRowThreads) {
+    int at = i, rank = 0;
+    for (; at >= shared.few[rank].size; ++rank) at -= shared.few[rank].size;
+    const uint64_t key = few_keys(shared)[rank * kFewRoom + at];
+    to[i] = max_key(quotient_of(ordered_of(key), temperature), token_of(key));
+  }
+  __syncthreads();
+}
+
+// In the first CTA: makes a list of the `count` highest tokens and a few more, or of all that were
+// sent if they are fewer. Returns its size.
+template <typename Cluster>
+__device__ __forceinline__ int list_few(SelectShared& shared, const Few& few, int count,
+                                        float temperature) {
+  auto* keys = reinterpret_cast<uint64_t*>(&shared.bins[0]);
+  divide_few<Cluster>(shared, keys, few.size, temperature);
+  uint64_t edge = 0;
+  if (few.size > count) {
+    const uint64_t low = uint64_t{few.quotient} << 32;
+    const uint64_t high = max_key(quotient_of(few.highest, temperature), 0);
+    edge = edge_of(low, high, count, [&](uint64_t at) {
+      int reached = 0;
+#pragma unroll 1
+      for (int first = 0; first < few.size; first += kRowThreads) {
+        const int i = first + static_cast<int>(threadIdx.x);
+        reached += __syncthreads_count(i < few.size && keys[i] >= at);
+      }
+      return reached;
+    });
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < few.size; i += kRowThreads) {
+    const uint64_t key = keys[i];
+    if (key < edge) continue;
+    const int at = atomicAdd(&shared.list.sizes[1], 1);
+    shared.list.ordered[at] = ordered_of(key);
+    shared.list.tokens[at] = static_cast<uint32_t>(token_of(key));
+  }
+  __syncthreads();
+  return shared.list.sizes[1];
+}
+
+}  // namespace vllm_kernels::cuda
