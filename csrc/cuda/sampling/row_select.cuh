@@ -193,7 +193,7 @@ __device__ __forceinline__ uint64_t sum_quads(SelectShared& shared, const BinSet
   auto* quads = reinterpret_cast<uint64_t*>(shared.bins[sets.current ^ 1].low);
   Cluster::peer(quads, peer)[quad] = sum;
   Cluster::sync();
-  return quads[threadIdx.x];
+  return quads[opaque(threadIdx.x)];
 }
 
 // One radix round: finds the bin where the cumulated count or weight, from the highest value down,
@@ -218,7 +218,7 @@ __device__ __forceinline__ void finish_round(SelectShared& shared, BinSets& sets
     for (int i = 0; i < 4; ++i) sums[i] = warp_total(sums[i]);
     uint64_t before = __shfl_sync(0xffffffffu, sum.before, of_quad);
     if (lane == of_quad) {
-      int bin = kRadixBins - 1 - 4 * static_cast<int>(threadIdx.x);
+      int bin = kRadixBins - 1 - 4 * opaque(threadIdx.x);
       uint64_t inside = sums[0];
 #pragma unroll
       for (int i = 1; i < 4; ++i) {
