@@ -77,13 +77,14 @@ __device__ __forceinline__ uint64_t* few_keys(SelectShared& shared) {
   return reinterpret_cast<uint64_t*>(&shared.bins[1]);
 }
 
-// Sends this CTA's tokens that may be among the `count` <= kMaxFew highest to the first CTA. Every
-// CTA of the cluster must have begun. Behind the next barrier all know what the others sent.
-// `highest` is what load_logits() returned, the temperature above 0 and finite.
+// Sends this CTA's tokens that may be among the top_k <= kMaxFew highest of shared.request to the
+// first CTA. Every CTA of the cluster must have begun. Behind the next barrier all know what the
+// others sent. `highest` is what load_logits() returned; the temperature is above 0 and finite.
 template <typename T, typename Cluster>
-__device__ __forceinline__ void send_few(SelectShared& shared, const Slice& slice, float highest,
-                                         int count, float temperature) {
+__device__ __forceinline__ void send_few(SelectShared& shared, const Slice& slice, float highest) {
   const HighestRange range = range_of_highest(shared, ordered_bits(highest));
+  const int count = shared.request.top_k;
+  const float temperature = shared.request.temperature;
   uint32_t quotient = 0;
   if (range.number >= count) {
     const uint32_t mine = ordered_bits(highest);

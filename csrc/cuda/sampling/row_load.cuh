@@ -8,7 +8,7 @@ namespace vllm_kernels::cuda {
 
 // A slice begins at a multiple of 32 tokens: whole words of a bitmask, whole Vecs.
 constexpr int kSliceStep = 32;
-// Shared memory that the kernels of a cluster declare: 37,424 bytes at most.
+// Shared memory that the kernels of a cluster declare: 37,552 bytes at most.
 constexpr int kStaticSharedBytes = 37 * 1024;
 
 inline int slice_tokens(int vocab_size, int ctas) {

@@ -39,6 +39,7 @@ struct SelectShared {
   Bins bins[2];
   List list;
   FewOfCta few[kClusterSize];
+  SampleRow request;  // of sample(). In global memory it is slower to read behind a barrier
   uint64_t cta_keys[kClusterSize];  // the highest key of each CTA
   uint64_t warp_keys[kRowWarps];
   uint64_t warp_sums[kRowWarps];

@@ -234,9 +234,9 @@ __device__ __forceinline__ FoundRow list_row(const SampleParams& p, int64_t samp
                                              SelectShared& shared) {
   const float highest = load_undivided<T>(p, sample, aligned, slice);
   Cluster::wait();
-  const SampleRow request = SampleRow::read(p, sample);
-  send_few<T, Cluster>(shared, slice, highest, request.top_k, request.temperature);
+  send_few<T, Cluster>(shared, slice, highest);
   Cluster::sync();
+  const SampleRow& request = shared.request;
   const Few few = few_of_row<Cluster>(shared);
   FoundRow found;
   found.highest = quotient_of(few.highest, request.temperature);
@@ -253,12 +253,12 @@ template <typename T, typename Cluster>
 __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t sample,
                                              const Slice& slice, bool aligned, SelectShared& shared,
                                              BinSets& sets) {
-  const SampleRow request = SampleRow::read(p, sample);
+  clear(shared.bins[0]);
+  __syncthreads();
+  const SampleRow request = shared.request;
   const bool loaded = wants_few(p, request);
   const bool lists = !loaded && p.tokens != nullptr && request.counts(p.logits.vocab_size) &&
                      request.top_k <= kMaxListed;
-  clear(shared.bins[0]);
-  __syncthreads();
   Highest highest;
   if (loaded) {
     highest = divide_row<T>(slice, request.temperature);
@@ -287,14 +287,15 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
                                            const Slice& slice, bool aligned, SelectShared& shared) {
   Cluster::begin();
   prepare_list(shared);
+  const SampleRow asked = SampleRow::read(p, sample);
+  if (threadIdx.x == 0) shared.request = asked;
   BinSets sets;
   FoundRow found;
-  if (wants_few(p, SampleRow::read(p, sample)))
-    found = list_row<T, Cluster>(p, sample, slice, aligned, shared);
+  if (wants_few(p, asked)) found = list_row<T, Cluster>(p, sample, slice, aligned, shared);
   if (found.size > kRowThreads) {
     found = find_row<T, Cluster>(p, sample, slice, aligned, shared, sets);
   }
-  const SampleRow request = SampleRow::read(p, sample);
+  const SampleRow request = shared.request;
   const bool is_first_cta = Cluster::rank() == 0;
   if (request.greedy || !is_finite_ordered(found.highest)) {
     if (is_first_cta && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = found.token;
