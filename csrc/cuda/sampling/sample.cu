@@ -32,6 +32,18 @@ __device__ __forceinline__ bool prefetch_entries(const TokenLists<Value>& lists,
   return range.begin < range.end;
 }
 
+// Begins to bring the slice into L2: the request, which tells how to load it, takes as long to
+// read.
+template <typename T>
+__device__ __forceinline__ void prefetch_slice(const LogitRows& logits, int64_t row,
+                                               const Slice& slice) {
+  constexpr int kLine = 128 / sizeof(T);
+  const T* from = static_cast<const T*>(logits.data) + row * logits.stride + slice.begin;
+  for (int i = threadIdx.x * kLine; i < slice.size; i += kRowThreads * kLine) {
+    prefetch_l2(from + i);
+  }
+}
+
 // body(index in the slice, value) for the entries of a sample's list that are in this slice.
 template <typename Value, typename Body>
 __device__ __forceinline__ void for_each_entry(const TokenLists<Value>& lists, int64_t sample,
@@ -334,6 +346,7 @@ __device__ __forceinline__ void sample_cluster(const SampleParams& p, int tokens
   }
   const Slice slice = slice_of<Cluster>(slice_memory<Cluster>(p.scratch, sample, tokens),
                                         p.logits.vocab_size, tokens);
+  if constexpr (Cluster::kSize > 1) prefetch_slice<T>(p.logits, row, slice);
   if (sample_row<T, Cluster>(p, sample, slice, aligned, shared)) Cluster::wait();
 }
 
