@@ -79,10 +79,11 @@ __device__ __forceinline__ uint64_t* few_keys(SelectShared& shared) {
 
 // Sends this CTA's tokens that may be among the top_k <= kMaxFew highest of shared.request to the
 // first CTA. Every CTA of the cluster must have begun. Behind the next barrier all know what the
-// others sent. `highest` is what load_logits() returned; the temperature is above 0 and finite.
+// others sent. `highest` is what load_logits() returned, `range` that of it; the temperature is
+// above 0 and finite.
 template <typename T, typename Cluster>
-__device__ __forceinline__ void send_few(SelectShared& shared, const Slice& slice, float highest) {
-  const HighestRange range = range_of_highest(shared, ordered_bits(highest));
+__device__ __forceinline__ void send_few(SelectShared& shared, const Slice& slice, float highest,
+                                         const HighestRange& range) {
   const int count = shared.request.top_k;
   const float temperature = shared.request.temperature;
   uint32_t quotient = 0;

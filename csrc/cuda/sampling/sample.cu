@@ -225,7 +225,7 @@ __device__ __forceinline__ void write_mask(const SampleParams& p, int64_t row, S
   });
 }
 
-// Whether sample_few() may suffice for a row.
+// Whether a list of the few highest tokens may suffice for a row.
 __device__ __forceinline__ bool wants_few(const SampleParams& p, const SampleRow& request) {
   return p.tokens != nullptr && request.counts(p.logits.vocab_size) && request.top_k <= kMaxFew &&
          request.temperature < INFINITY;
@@ -235,18 +235,37 @@ __device__ __forceinline__ bool wants_few(const SampleParams& p, const SampleRow
 struct FoundRow {
   int size = INT32_MAX;  // of the first CTA's list; above kRowThreads: there is none
   uint32_t highest = 0;  // ordered bits
-  int token = -1;        // the first of the highest; -1: other CTAs read nothing more of this one
+  int token = -1;        // the first of the highest; -1: not known, with a list of find_undivided()
 };
 
-// Makes a list for a row with a small top-k. There is none if it does not suffice, or if the row is
-// not finite.
+// The first of the highest tokens of a row, of which load_undivided() returned `highest`.
 template <typename T, typename Cluster>
-__device__ __forceinline__ FoundRow list_row(const SampleParams& p, int64_t sample,
-                                             const Slice& slice, bool aligned,
-                                             SelectShared& shared) {
+__device__ __forceinline__ FoundRow first_highest(SelectShared& shared, const Slice& slice,
+                                                  float highest, const HighestRange& range) {
+  Highest first;
+  if (ordered_bits(highest) == range.highest) {
+    for_each_own<T>(slice, [&](uint32_t word, int index) {
+      if (index < slice.size) first.visit(ordered_bits(bits_as<float>(word)), slice.begin + index);
+    });
+  }
+  __syncthreads();  // all have read the keys of `range`
+  post_max_key<Cluster>(shared, first.key());
+  Cluster::sync();
+  const uint64_t key = row_max_key<Cluster>(shared);
+  return {INT32_MAX, ordered_of(key), token_of(key)};
+}
+
+// A greedy row, or one with a small top-k, which gets a list. Finds nothing if the list does not
+// suffice, or if the row is not finite.
+template <typename T, typename Cluster>
+__device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_t sample,
+                                                   const Slice& slice, bool aligned,
+                                                   SelectShared& shared) {
   const float highest = load_undivided<T>(p, sample, aligned, slice);
   Cluster::wait();
-  send_few<T, Cluster>(shared, slice, highest);
+  const HighestRange range = range_of_highest(shared, ordered_bits(highest));
+  if (shared.request.greedy) return first_highest<T, Cluster>(shared, slice, highest, range);
+  send_few<T, Cluster>(shared, slice, highest, range);
   Cluster::sync();
   const SampleRow& request = shared.request;
   const Few few = few_of_row<Cluster>(shared);
@@ -260,7 +279,7 @@ __device__ __forceinline__ FoundRow list_row(const SampleParams& p, int64_t samp
   return found;
 }
 
-// Any row. Where list_row() was tried, the slice has what that left.
+// Any row. Where find_undivided() found nothing, the slice has what that loaded.
 template <typename T, typename Cluster>
 __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t sample,
                                              const Slice& slice, bool aligned, SelectShared& shared,
@@ -303,8 +322,11 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   if (threadIdx.x == 0) shared.request = asked;
   BinSets sets;
   FoundRow found;
-  if (wants_few(p, asked)) found = list_row<T, Cluster>(p, sample, slice, aligned, shared);
-  if (found.size > kRowThreads) {
+  // Without a cluster the slice is in global memory, and a greedy row need not write it.
+  if (wants_few(p, asked) || (Cluster::kSize > 1 && asked.greedy)) {
+    found = find_undivided<T, Cluster>(p, sample, slice, aligned, shared);
+  }
+  if (found.size > kRowThreads && found.token < 0) {
     found = find_row<T, Cluster>(p, sample, slice, aligned, shared, sets);
   }
   const SampleRow request = shared.request;
