@@ -129,11 +129,11 @@ __device__ __forceinline__ void load_mask(const SampleMask& mask, const Slice& s
                                           uint32_t (&allowed)[kUnroll]) {
   const uint32_t token = static_cast<uint32_t>(slice.begin + first * kWidth);
   constexpr int kStep = kRowThreads * kWidth;
-  const int32_t* words = mask.words + token / 32;
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
     if constexpr (kInside) {
-      allowed[i] = static_cast<uint32_t>(words[i * (kStep / 32)]) >> (token % 32);
+      allowed[i] =
+          static_cast<uint32_t>((mask.words + token / 32)[i * (kStep / 32)]) >> (token % 32);
     } else {
       const int at = static_cast<int>(token) + i * kStep;
       allowed[i] =

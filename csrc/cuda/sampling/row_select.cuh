@@ -39,7 +39,9 @@ struct SelectShared {
   Bins bins[2];
   List list;
   FewOfCta few[kClusterSize];
-  SampleRow request;  // of sample(). In global memory it is slower to read behind a barrier
+  // Of sample(). Reading them in global memory where they are used would take longer.
+  SampleRow request;
+  Penalties penalties;
   uint64_t cta_keys[kClusterSize];  // the highest key of each CTA
   uint64_t warp_keys[kRowWarps];
   uint64_t warp_sums[kRowWarps];

@@ -2,10 +2,10 @@
 //
 //   grid      a cluster of 8 CTAs per row on sm_90, each with an eighth of the row in shared
 //             memory; else one CTA per row, with the row in global scratch
-//   reads     the logits once. Bitmask and temperature are applied on the way; bias and penalties,
-//             which are sparse, in shared memory
-//   few       a small top-k: the first CTA gets a list of candidates (row_list.cuh) and finishes
-//             alone; the other CTAs leave
+//   reads     the logits once. The bitmask and, where all tokens need it, the temperature are
+//             applied on the way; bias and penalties, which are sparse, in shared memory
+//   few       a small top-k: the first CTA gets a list of candidates (row_few.cuh, above 128 of
+//             them row_list.cuh) and finishes alone; the other CTAs leave
 //   threshold else top-k: radix rounds by count. min-p: one number. top-p, over what is left: two
 //             rounds by weight in steps of the logit, then a list (row_list.cuh). If that list is
 //             too long: radix rounds by weight
@@ -52,22 +52,23 @@ __device__ __forceinline__ void for_each_entry(const TokenLists<Value>& lists, i
 #pragma unroll 1
   for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kRowThreads) {
     const int64_t at = int64_t{lists.tokens[i]} - slice.begin;
-    if (at >= 0 && at < slice.size) body(static_cast<int>(at), lists.values[i]);
+    const Value value = lists.values[i];
+    if (at >= 0 && at < slice.size) body(static_cast<int>(at), value);
   }
   __syncthreads();
 }
 
-// Adds the bias and the penalties to a slice. logit_of(word of the slice), word_of(logit).
+// Adds the bias and the penalties to a slice, which other threads wrote. logit_of(word of the
+// slice), word_of(logit).
 template <typename LogitOf, typename WordOf>
 __device__ __forceinline__ void change_logits(const SampleParams& p, int64_t sample,
-                                              const Slice& slice, const LogitOf& logit_of,
-                                              const WordOf& word_of) {
+                                              const Penalties& penalties, const Slice& slice,
+                                              const LogitOf& logit_of, const WordOf& word_of) {
   __syncthreads();
   for_each_entry(p.bias, sample, slice, [&](int at, float value) {
     slice.ordered[at] = word_of(ScalarMath::add(logit_of(slice.ordered[at]), value));
   });
   for_each_entry(p.counts, sample, slice, [&](int at, int32_t value) {
-    const Penalties penalties = Penalties::read(p, sample);
     slice.ordered[at] = word_of(penalties.apply(logit_of(slice.ordered[at]), value));
   });
 }
@@ -77,7 +78,7 @@ __device__ __forceinline__ void change_logits(const SampleParams& p, int64_t sam
 template <typename T>
 __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sample,
                                             const SampleRow& request, bool aligned,
-                                            const Slice& slice) {
+                                            const Slice& slice, const SelectShared& shared) {
   const bool biased = prefetch_entries(p.bias, sample);
   const bool sparse = prefetch_entries(p.counts, sample) || biased;
   const float temperature = request.temperature;
@@ -97,7 +98,8 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
       });
   if (!sparse) return highest;
   change_logits(
-      p, sample, slice, [](uint32_t ordered) { return from_ordered_bits(ordered); },
+      p, sample, shared.penalties, slice,
+      [](uint32_t ordered) { return from_ordered_bits(ordered); },
       [](float logit) { return ordered_bits(logit); });
   for_each_own<T>(slice, [&](uint32_t ordered, int index) {
     if (index >= slice.size) return;
@@ -114,14 +116,14 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
 // the thread's highest; NaN if one is NaN.
 template <typename T>
 __device__ __forceinline__ float load_undivided(const SampleParams& p, int64_t sample, bool aligned,
-                                                const Slice& slice) {
+                                                const Slice& slice, const SelectShared& shared) {
   const bool biased = prefetch_entries(p.bias, sample);
   const bool sparse = prefetch_entries(p.counts, sample) || biased;
   float highest =
       load_logits<T>(p.logits, p.row_of(sample), aligned, slice, {p.bitmask, p.bitmask.of(sample)});
   if (!sparse) return highest;
   change_logits(
-      p, sample, slice, [](uint32_t word) { return bits_as<float>(word); },
+      p, sample, shared.penalties, slice, [](uint32_t word) { return bits_as<float>(word); },
       [](float logit) { return bits_as<uint32_t>(logit); });
   highest = -INFINITY;
   for_each_own<T>(slice,
@@ -261,7 +263,7 @@ template <typename T, typename Cluster>
 __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_t sample,
                                                    const Slice& slice, bool aligned,
                                                    SelectShared& shared) {
-  const float highest = load_undivided<T>(p, sample, aligned, slice);
+  const float highest = load_undivided<T>(p, sample, aligned, slice, shared);
   Cluster::wait();
   const HighestRange range = range_of_highest(shared, ordered_bits(highest));
   if (shared.request.greedy) return first_highest<T, Cluster>(shared, slice, highest, range);
@@ -294,7 +296,7 @@ __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t samp
   if (loaded) {
     highest = divide_row<T>(slice, request.temperature);
   } else {
-    highest = load_row<T>(p, sample, request, aligned, slice);
+    highest = load_row<T>(p, sample, request, aligned, slice, shared);
     if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
     Cluster::wait();
   }
@@ -319,7 +321,10 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   Cluster::begin();
   prepare_list(shared);
   const SampleRow asked = SampleRow::read(p, sample);
-  if (threadIdx.x == 0) shared.request = asked;
+  if (threadIdx.x == 0) {
+    shared.request = asked;
+    if (p.counts.indptr != nullptr) shared.penalties = Penalties::read(p, sample);
+  }
   BinSets sets;
   FoundRow found;
   // Without a cluster the slice is in global memory, and a greedy row need not write it.
