@@ -48,6 +48,25 @@ def test_hard_rows(device, dtype, vocab_size):
         check(logits, random_request(12, vocab_size))
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 0.7, 0.9999999, 1.3, 1e5, torch.inf])
+@pytest.mark.parametrize("top_k", [1, 50, 128, 129])
+def test_logits_with_equal_quotients(device, temperature, top_k):
+    """Division by the temperature rounds neighbouring logits to one number."""
+    steps = torch.randint(100, (8, 20_000)).int()
+    signs = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0, 1.0, 1.0, 1.0])[:, None]
+    base = torch.tensor([1.0, 1.0, 0.0, 1e-38, 1e-38, 3e33, 1e-3, 50.0])[:, None]
+    logits = signs * (base.view(torch.int32) + steps).view(torch.float32)
+    logits[2] = steps[2].view(torch.float32) * (1 - 2 * (steps[2] % 2))  # denormal
+    logits[6, ::2] = -torch.inf
+    samples = logits.shape[0]
+    request = drawn(samples) | {
+        "temperature": torch.full((samples,), temperature),
+        "top_k": torch.full((samples,), top_k, dtype=torch.int32),
+        "top_p": torch.full((samples,), 0.9),
+    }
+    check(logits.to(device), request)
+
+
 @pytest.mark.parametrize("vocab_size", [50, 131_072])
 def test_a_row_that_is_not_finite_gives_its_first_highest_token(device, vocab_size):
     logits = torch.randn(3, vocab_size, device=device)
