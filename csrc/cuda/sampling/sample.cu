@@ -240,25 +240,8 @@ struct FoundRow {
   int token = -1;        // the first of the highest; -1: not known, with a list of find_undivided()
 };
 
-// The first of the highest tokens of a row, of which load_undivided() returned `highest`.
-template <typename T, typename Cluster>
-__device__ __forceinline__ FoundRow first_highest(SelectShared& shared, const Slice& slice,
-                                                  float highest, const HighestRange& range) {
-  Highest first;
-  if (ordered_bits(highest) == range.highest) {
-    for_each_own<T>(slice, [&](uint32_t word, int index) {
-      if (index < slice.size) first.visit(ordered_bits(bits_as<float>(word)), slice.begin + index);
-    });
-  }
-  __syncthreads();  // all have read the keys of `range`
-  post_max_key<Cluster>(shared, first.key());
-  Cluster::sync();
-  const uint64_t key = row_max_key<Cluster>(shared);
-  return {INT32_MAX, ordered_of(key), token_of(key)};
-}
-
-// A greedy row, or one with a small top-k, which gets a list. Finds nothing if the list does not
-// suffice, or if the row is not finite.
+// A row with a small top-k, which gets a list. Finds nothing if the list does not suffice, or if
+// the row is not finite.
 template <typename T, typename Cluster>
 __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_t sample,
                                                    const Slice& slice, bool aligned,
@@ -266,7 +249,6 @@ __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_
   const float highest = load_undivided<T>(p, sample, aligned, slice, shared);
   Cluster::wait();
   const HighestRange range = range_of_highest(shared, ordered_bits(highest));
-  if (shared.request.greedy) return first_highest<T, Cluster>(shared, slice, highest, range);
   send_few<T, Cluster>(shared, slice, highest, range);
   Cluster::sync();
   const SampleRow& request = shared.request;
@@ -283,10 +265,10 @@ __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_
 
 // Any row. Where find_undivided() found nothing, the slice has what that loaded.
 template <typename T, typename Cluster>
-__device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t sample,
+__device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t sample, bool greedy,
                                              const Slice& slice, bool aligned, SelectShared& shared,
                                              BinSets& sets) {
-  clear(shared.bins[0]);
+  if (!greedy) clear(shared.bins[0]);
   __syncthreads();
   const SampleRow request = shared.request;
   const bool loaded = wants_few(p, request);
@@ -327,12 +309,11 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   }
   BinSets sets;
   FoundRow found;
-  // Without a cluster the slice is in global memory, and a greedy row need not write it.
-  if (wants_few(p, asked) || (Cluster::kSize > 1 && asked.greedy)) {
+  if (wants_few(p, asked)) {
     found = find_undivided<T, Cluster>(p, sample, slice, aligned, shared);
   }
-  if (found.size > kRowThreads && found.token < 0) {
-    found = find_row<T, Cluster>(p, sample, slice, aligned, shared, sets);
+  if (found.size > kRowThreads) {
+    found = find_row<T, Cluster>(p, sample, asked.greedy, slice, aligned, shared, sets);
   }
   const SampleRow request = shared.request;
   const bool is_first_cta = Cluster::rank() == 0;
