@@ -155,7 +155,7 @@ bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
                          scales.key_head_stride == scales.value_head_stride;
   // The room depends on the batch. With fixed_split_size the kernel must not.
   return p.fixed_split_size == 0 && can_scale && (sm90_obstacles & ~kGone) == kNoObstacle &&
-         (((is_8_bit || sm90_obstacles != kNoObstacle) && rows >= kGatherRows) ||
+         (((is_8_bit || sm90_obstacles != kNoObstacle) && rows >= gather_rows(p.kv)) ||
           (has_slow_rows && rows >= kGatherSlowRows));
 }
 
@@ -214,9 +214,10 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   const int fixed = decode_static_smem(element, padded, multi_warp, fused);
   int memory = device.shared_memory_per_block - fixed;
   int warps = decode_threads(element, padded, multi_warp) / 32;
-  const auto pipeline_memory = [&](int count) {
-    return memory - count * (multi_warp ? max_rows : std::min(max_rows, 4)) * row_bytes;
-  };
+  // Room for at least so many rows to combine. Scales leave room for two CTAs an SM only with two.
+  // (decode/int4.md, H200, b64_c2k, int8 with a scale a token: 75.4 to 70.6 us.)
+  const int min_rows = multi_warp ? max_rows : std::min(max_rows, arrays > 0 ? 2 : 4);
+  const auto pipeline_memory = [&](int count) { return memory - count * min_rows * row_bytes; };
   const auto stages_for = [&](int count) {
     return stages_within(pipeline_memory(count) / (count >> choice.consumer_shift), stage, tokens,
                          arrays);

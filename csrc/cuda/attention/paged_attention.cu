@@ -66,7 +66,8 @@ PagedAttentionParams with_rows(const PagedAttentionParams& given) {
 
 int64_t gather_scratch_bytes(const PagedAttentionParams& given) {
   const PagedAttentionParams p = with_rows(given);
-  if (int64_t{p.max_query_len} * p.num_heads < int64_t{kGatherRows} * p.kv.num_kv_heads) return 0;
+  if (int64_t{p.max_query_len} * p.num_heads < int64_t{gather_rows(p.kv)} * p.kv.num_kv_heads)
+    return 0;
   return gather_bytes(p, choose_kernel(p, current_device_model()).gathered_rows);
 }
 

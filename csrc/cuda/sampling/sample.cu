@@ -265,12 +265,14 @@ __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_
 
 // Any row. Where find_undivided() found nothing, the slice has what that loaded.
 template <typename T, typename Cluster>
-__device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t sample, bool greedy,
-                                             const Slice& slice, bool aligned, SelectShared& shared,
-                                             BinSets& sets) {
-  if (!greedy) clear(shared.bins[0]);
-  __syncthreads();
-  const SampleRow request = shared.request;
+__device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t sample,
+                                             const SampleRow& asked, const Slice& slice,
+                                             bool aligned, SelectShared& shared, BinSets& sets) {
+  if (!asked.greedy) {
+    clear(shared.bins[0]);
+    __syncthreads();
+  }
+  const SampleRow request = asked.greedy ? asked : shared.request;  // greedy rows need no barrier
   const bool loaded = wants_few(p, request);
   const bool lists = !loaded && p.tokens != nullptr && request.counts(p.logits.vocab_size) &&
                      request.top_k <= kMaxListed;
@@ -313,7 +315,7 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
     found = find_undivided<T, Cluster>(p, sample, slice, aligned, shared);
   }
   if (found.size > kRowThreads) {
-    found = find_row<T, Cluster>(p, sample, asked.greedy, slice, aligned, shared, sets);
+    found = find_row<T, Cluster>(p, sample, asked, slice, aligned, shared, sets);
   }
   const SampleRow request = shared.request;
   const bool is_first_cta = Cluster::rank() == 0;
