@@ -268,11 +268,12 @@ template <typename T, typename Cluster>
 __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t sample,
                                              const SampleRow& asked, const Slice& slice,
                                              bool aligned, SelectShared& shared, BinSets& sets) {
+  SampleRow request = asked;
   if (!asked.greedy) {
     clear(shared.bins[0]);
     __syncthreads();
+    request = shared.request;
   }
-  const SampleRow request = asked.greedy ? asked : shared.request;  // greedy rows need no barrier
   const bool loaded = wants_few(p, request);
   const bool lists = !loaded && p.tokens != nullptr && request.counts(p.logits.vocab_size) &&
                      request.top_k <= kMaxListed;
