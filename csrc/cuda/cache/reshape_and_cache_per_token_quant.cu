@@ -392,6 +392,7 @@ __global__ void __launch_bounds__(256) quantize_elements_kernel(Params p) {
       }
       const RowRange range(extent.of_lanes(32));
       if (lane == 0) store_scale(range.scale, range.zero);
+#pragma unroll 1  // unrolled, it spills on sm_120
       for (int d = lane; d < kv.head_size; d += 32) {
         element(d) = range.quantize(x[d], x[kv.head_size + d]);
       }
