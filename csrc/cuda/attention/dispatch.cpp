@@ -214,9 +214,7 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   const int fixed = decode_static_smem(element, padded, multi_warp, fused);
   int memory = device.shared_memory_per_block - fixed;
   int warps = decode_threads(element, padded, multi_warp) / 32;
-  // Room for at least so many rows to combine. Scales leave room for two CTAs an SM only with two.
-  // (decode/int4.md, H200, b64_c2k, int8 with a scale a token: 75.4 to 70.6 us.)
-  const int min_rows = multi_warp ? max_rows : std::min(max_rows, arrays > 0 ? 2 : 4);
+  int min_rows = multi_warp ? max_rows : std::min(max_rows, 4);  // combined at a time
   const auto pipeline_memory = [&](int count) { return memory - count * min_rows * row_bytes; };
   const auto stages_for = [&](int count) {
     return stages_within(pipeline_memory(count) / (count >> choice.consumer_shift), stage, tokens,
@@ -227,14 +225,18 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   int min_stages = kMinStages;
   if (element == 1 && !multi_warp && min_threads == 0 && p.fixed_split_size == 0 &&
       int64_t{p.num_seqs} * kv.num_kv_heads > device.num_sms) {
-    const int all = memory;
+    const int all = memory, all_rows = min_rows;
     memory = (all - (fixed + 1024)) / 2;
+    // Scales leave room for two stages only beside two rows. (decode/int4.md, H200, b64_c2k, int8
+    // with a scale a token: 75.4 to 70.6 us.)
+    if (arrays > 0) min_rows = std::min(min_rows, 2);
     if (stages_for(warps / 2) >= kMinStagesOfTwoCtas) {
       choice.ctas_per_sm = kCtasPerSmOf8Bit;
       min_stages = kMinStagesOfTwoCtas;
       warps /= 2;
     } else {
       memory = all;
+      min_rows = all_rows;
     }
   }
   // As many warps as have room for `min_stages` and for a few rows to combine.

@@ -18,14 +18,19 @@ namespace vllm_kernels::cuda {
 
 // The most tokens that are looked for in this way, and the room for the list of a CTA.
 constexpr int kMaxFew = 128;
-constexpr int kFewRoom = 2 * kMaxFew;
-static_assert(sizeof(Bins) == kClusterSize * kFewRoom * sizeof(uint64_t));
+template <typename Cluster>
+constexpr int kFewRoom = sizeof(Bins) / sizeof(uint64_t) / Cluster::kSize;
+
+constexpr int enough_of(int count) {
+  return count + count / 8 + 8;
+}
+static_assert(enough_of(kMaxFew) <= kRowThreads);  // list_few() fills a list of distinct keys
 
 // An edge that at least `count` keys reach, and no more than necessary or than a few too many. At
 // least `count` reach `low`, none exceeds `high`. reached_by(edge): how many reach it.
 template <typename Key, typename ReachedBy>
 __device__ __forceinline__ Key edge_of(Key low, Key high, int count, const ReachedBy& reached_by) {
-  const int enough = count + count / 8 + 8;
+  const int enough = enough_of(count);
 #pragma unroll 1
   while (low < high) {
     const Key middle = low + (high - low) / 2 + 1;
@@ -95,12 +100,12 @@ __device__ __forceinline__ void send_few(SelectShared& shared, const Slice& slic
   }
   const float lowest = lowest_with_quotient(quotient, temperature);
   if (highest >= lowest) {
-    uint64_t* keys = Cluster::peer(few_keys(shared), 0) + Cluster::rank() * kFewRoom;
+    uint64_t* keys = Cluster::peer(few_keys(shared), 0) + Cluster::rank() * kFewRoom<Cluster>;
     for_each_own<T>(slice, [&](uint32_t word, int index) {
       const float logit = bits_as<float>(word);
       if (!(logit >= lowest)) return;
       const int at = atomicAdd(&shared.list.sizes[0], 1);
-      if (at < kFewRoom) keys[at] = max_key(ordered_bits(logit), slice.begin + index);
+      if (at < kFewRoom<Cluster>) keys[at] = max_key(ordered_bits(logit), slice.begin + index);
     });
   }
   __syncthreads();
@@ -122,7 +127,7 @@ __device__ __forceinline__ Few few_of_row(const SelectShared& shared) {
   for (int rank = 0; rank < Cluster::kSize; ++rank) {
     const FewOfCta& sent = shared.few[rank];
     few.size += sent.size;
-    few.fits &= sent.size <= kFewRoom;
+    few.fits &= sent.size <= kFewRoom<Cluster>;
     few.highest = max(few.highest, sent.highest);
     few.quotient = max(few.quotient, sent.quotient);
   }
@@ -137,7 +142,7 @@ __device__ __forceinline__ void divide_few(SelectShared& shared, uint64_t* to, i
   for (int i = threadIdx.x; i < size; i += kRowThreads) {
     int at = i, rank = 0;
     for (; at >= shared.few[rank].size; ++rank) at -= shared.few[rank].size;
-    const uint64_t key = few_keys(shared)[rank * kFewRoom + at];
+    const uint64_t key = few_keys(shared)[rank * kFewRoom<Cluster> + at];
     to[i] = max_key(quotient_of(ordered_of(key), temperature), token_of(key));
   }
   __syncthreads();

@@ -25,6 +25,7 @@ struct List {
   alignas(16) uint32_t ordered[kRowThreads];
   alignas(16) uint32_t tokens[kRowThreads];
   // Tokens found for top-k with one radix round, with two, and for top-p. May exceed kRowThreads.
+  // Before these, row_few.cuh counts those of a CTA and those of the row in the first two.
   int sizes[3];
 };
 

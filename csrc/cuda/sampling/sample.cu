@@ -271,20 +271,21 @@ __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t samp
   SampleRow request = asked;
   if (!asked.greedy) {
     clear(shared.bins[0]);
+    prepare_list(shared);
     __syncthreads();
     request = shared.request;
   }
   const bool loaded = wants_few(p, request);
-  const bool lists = !loaded && p.tokens != nullptr && request.counts(p.logits.vocab_size) &&
-                     request.top_k <= kMaxListed;
+  const bool lists =
+      p.tokens != nullptr && request.counts(p.logits.vocab_size) && request.top_k <= kMaxListed;
   Highest highest;
   if (loaded) {
     highest = divide_row<T>(slice, request.temperature);
   } else {
     highest = load_row<T>(p, sample, request, aligned, slice, shared);
-    if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
-    Cluster::wait();
   }
+  if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
+  if (!loaded) Cluster::wait();
   post_max_key<Cluster>(shared, highest.key());
   FoundRow found;
   if (lists) {
