@@ -67,6 +67,35 @@ def test_logits_with_equal_quotients(device, temperature, top_k):
     check(logits.to(device), request)
 
 
+@pytest.mark.parametrize("allowed", [1.0, 0.01])
+@pytest.mark.parametrize("vocab_size", [2000, 4096, 131_072])
+@pytest.mark.parametrize("top_k", [50, 128])
+def test_short_lists_that_overflow(device, dtype, vocab_size, top_k, allowed):
+    """Few threads of a CTA have a token, or the highest tokens are neighbours: lists are long."""
+    logits = torch.randn(6, vocab_size)
+    logits[torch.rand(6, vocab_size) > allowed] = -torch.inf
+    logits[1:3, 100:400] = 10 + torch.randn(2, 300)
+    logits[4:, : vocab_size // 16] += 20
+    request = drawn(6) | {"top_k": torch.full((6,), top_k).int(), "top_p": torch.full((6,), 0.9)}
+    check(logits.to(device, dtype), request)
+
+
+def test_quotients_and_biases_that_overflow(device):
+    logits = torch.randn(2, 40_000)
+    logits[0, [700, 20_000, 39_000]] = 1e35  # the quotient is infinite
+    logits[1, 30_000] = -torch.inf
+    bias = torch.tensor([0, 0, 1]).int(), torch.tensor([30_000]).int(), torch.tensor([torch.inf])
+    for top_k in (0, 50):
+        request = drawn(2) | {
+            "temperature": torch.tensor([1e-5, 1.0]),
+            "top_k": torch.full((2,), top_k).int(),
+            "bias": bias,
+        }
+        check(logits.to(device), request)
+        tokens = vllm_kernels.sample(logits.to(device), **on(device, request))
+        assert tokens.tolist() == [700, 30_000]
+
+
 @pytest.mark.parametrize("vocab_size", [50, 131_072])
 def test_a_row_that_is_not_finite_gives_its_first_highest_token(device, vocab_size):
     logits = torch.randn(3, vocab_size, device=device)
