@@ -36,7 +36,7 @@ step_racecheck_build() {  # 2 minutes on 16 cores
       python3 setup.py build_ext --inplace > "$OUT/racecheck_build.log" 2>&1)
   echo "racecheck_build rc=$?"
 }
-step_racecheck() {  # a process a dtype and group: it is slow, and mostly on the CPU
+step_racecheck() {  # a process a dtype and group: it is slow, mostly on the CPU, and delays tests beside it
   local groups
   groups=${RACECHECK_GROUPS:-$(sed -n '/groups = (/,/^    )/s/^ *\([a-z_]*\),$/\1/p' tools/one_shape_each.py)}
   export RACECHECK
@@ -44,7 +44,7 @@ step_racecheck() {  # a process a dtype and group: it is slow, and mostly on the
     for group in $groups; do echo "$dtype $group"; done
   done | xargs -P "$(nproc)" -L 1 bash -c 'log=$OUT/racecheck_$0_$1.log
     export CUDA_VISIBLE_DEVICES=$((RANDOM % $(nvidia-smi -L | wc -l)))
-    PYTHONPATH=$RACECHECK compute-sanitizer --tool racecheck --error-exitcode 9 \
+    PYTHONPATH=$RACECHECK nice -n 19 compute-sanitizer --tool racecheck --error-exitcode 9 \
       python3 tools/one_shape_each.py "$0" "$1" > "$log" 2>&1
     echo "racecheck $0 $1 rc=$? $(grep -E "RACECHECK SUMMARY|not supported" "$log" | tail -1)"'
 }
