@@ -6,6 +6,18 @@ namespace vllm_kernels::cuda {
 
 constexpr int kWarpSize = 32;
 
+// The lower or the higher of two numbers; NaN if one is NaN.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {

@@ -17,6 +17,7 @@
 #include "cuda/base/kv_element.cuh"
 #include "cuda/base/launch.cuh"
 #include "cuda/base/quant.cuh"
+#include "cuda/base/reduce.cuh"
 #include "cuda/base/types.cuh"
 #include "cuda/cache/duplicate_slots.cuh"
 #include "cuda/cache/heuristics.h"
@@ -128,8 +129,8 @@ struct Extent {
   float low = INFINITY, high = -INFINITY;
 
   __device__ __forceinline__ void add(const Extent& other) {
-    asm("min.NaN.f32 %0, %0, %1;" : "+f"(low) : "f"(other.low));
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(high) : "f"(other.high));
+    low = min_or_nan(low, other.low);
+    high = max_or_nan(high, other.high);
   }
   // Over groups of `lanes` neighbouring lanes, a power of two. All lanes of the warp call it.
   __device__ __forceinline__ Extent of_lanes(int lanes) const {

@@ -35,17 +35,6 @@ struct BoundsShape {
   int per_head;
 };
 
-__device__ __forceinline__ float min_or_nan(float a, float b) {
-  float result;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-
 // Rounds towards -inf, or towards +inf.
 template <bool kDown, typename T>
 __device__ __forceinline__ T round_outwards(float x) {

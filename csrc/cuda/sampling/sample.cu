@@ -4,8 +4,8 @@
 //             memory; else one CTA per row, with the row in global scratch
 //   reads     the logits once. The bitmask and, where all tokens need it, the temperature are
 //             applied on the way; bias and penalties, which are sparse, in shared memory
-//   few       a small top-k: the first CTA gets a list of candidates (row_few.cuh, above 128 of
-//             them row_list.cuh) and finishes alone; the other CTAs leave
+//   few       a small top-k: the first CTA gets a list of candidates (row_few.cuh; row_list.cuh
+//             above 128, or where a list overflows) and finishes alone; the other CTAs leave
 //   threshold else top-k: radix rounds by count. min-p: one number. top-p, over what is left: two
 //             rounds by weight in steps of the logit, then a list (row_list.cuh). If that list is
 //             too long: radix rounds by weight
@@ -30,6 +30,12 @@ __device__ __forceinline__ bool prefetch_entries(const TokenLists<Value>& lists,
     prefetch_l2(lists.values + i);
   }
   return range.begin < range.end;
+}
+
+// The same for the bias and the token counts.
+__device__ __forceinline__ bool prefetch_changes(const SampleParams& p, int64_t sample) {
+  const bool biased = prefetch_entries(p.bias, sample);
+  return prefetch_entries(p.counts, sample) || biased;
 }
 
 // Begins to bring the slice into L2: the request, which tells how to load it, takes as long to
@@ -79,8 +85,7 @@ template <typename T>
 __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sample,
                                             const SampleRow& request, bool aligned,
                                             const Slice& slice, const SelectShared& shared) {
-  const bool biased = prefetch_entries(p.bias, sample);
-  const bool sparse = prefetch_entries(p.counts, sample) || biased;
+  const bool sparse = prefetch_changes(p, sample);
   const float temperature = request.temperature;
   const bool divides = temperature != 1.0f;
   const int32_t* words = p.bitmask.of(sample);
@@ -117,8 +122,7 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
 template <typename T>
 __device__ __forceinline__ float load_undivided(const SampleParams& p, int64_t sample, bool aligned,
                                                 const Slice& slice, const SelectShared& shared) {
-  const bool biased = prefetch_entries(p.bias, sample);
-  const bool sparse = prefetch_entries(p.counts, sample) || biased;
+  const bool sparse = prefetch_changes(p, sample);
   float highest =
       load_logits<T>(p.logits, p.row_of(sample), aligned, slice, {p.bitmask, p.bitmask.of(sample)});
   if (!sparse) return highest;
@@ -127,7 +131,7 @@ __device__ __forceinline__ float load_undivided(const SampleParams& p, int64_t s
       [](float logit) { return bits_as<uint32_t>(logit); });
   highest = -INFINITY;
   for_each_own<T>(slice,
-                  [&](uint32_t word, int) { highest = higher(highest, bits_as<float>(word)); });
+                  [&](uint32_t word, int) { highest = max_or_nan(highest, bits_as<float>(word)); });
   return highest;
 }
 
@@ -263,11 +267,12 @@ __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_
   return found;
 }
 
-// Any row. Where find_undivided() found nothing, the slice has what that loaded.
+// Any row. loaded: find_undivided() found nothing, and the slice has what that loaded.
 template <typename T, typename Cluster>
 __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t sample,
-                                             const SampleRow& asked, const Slice& slice,
-                                             bool aligned, SelectShared& shared, BinSets& sets) {
+                                             const SampleRow& asked, bool loaded,
+                                             const Slice& slice, bool aligned, SelectShared& shared,
+                                             BinSets& sets) {
   SampleRow request = asked;
   if (!asked.greedy) {
     clear(shared.bins[0]);
@@ -275,7 +280,6 @@ __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t samp
     __syncthreads();
     request = shared.request;
   }
-  const bool loaded = wants_few(p, request);
   const bool lists =
       p.tokens != nullptr && request.counts(p.logits.vocab_size) && request.top_k <= kMaxListed;
   Highest highest;
@@ -313,11 +317,12 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   }
   BinSets sets;
   FoundRow found;
-  if (wants_few(p, asked)) {
+  const bool loaded = wants_few(p, asked);
+  if (loaded) {
     found = find_undivided<T, Cluster>(p, sample, slice, aligned, shared);
   }
   if (found.size > kRowThreads) {
-    found = find_row<T, Cluster>(p, sample, asked, slice, aligned, shared, sets);
+    found = find_row<T, Cluster>(p, sample, asked, loaded, slice, aligned, shared, sets);
   }
   const SampleRow request = shared.request;
   const bool is_first_cta = Cluster::rank() == 0;
@@ -370,6 +375,7 @@ __global__ void VLLM_KERNELS_CLUSTER(kClusterSize) __launch_bounds__(kRowThreads
 #endif
 }
 
+// Without the 1, ptxas takes 64 registers and spills.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 1)
     sample_kernel(const __grid_constant__ SampleParams p, int tokens, bool aligned) {
