@@ -13,7 +13,7 @@
 // Nothing is read before the PDL wait.
 #include "cuda/base/prefetch.cuh"
 #include "cuda/launchers.h"
-#include "cuda/sampling/row_few.cuh"
+#include "cuda/sampling/row_nucleus.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
@@ -233,15 +233,23 @@ __device__ __forceinline__ bool wants_few(const SampleParams& p, const SampleRow
          request.temperature < INFINITY;
 }
 
+// Whether sample_nucleus() may draw from a row.
+template <typename Cluster>
+__device__ __forceinline__ bool wants_nucleus(const SampleParams& p, const SampleRow& request) {
+  return Cluster::kSize > 1 && p.tokens != nullptr && !request.greedy &&
+         !request.counts(p.logits.vocab_size) && request.temperature <= kMaxNucleusTemperature;
+}
+
 // What is known of a row before the draw.
 struct FoundRow {
   int size = INT32_MAX;  // of the first CTA's list; above kRowThreads: there is none
   uint32_t highest = 0;  // ordered bits
   int token = -1;        // the first of the highest; -1: not known, with a list of find_undivided()
+  bool drawn = false;    // by sample_nucleus()
 };
 
-// A row with a small top-k, which gets a list. Finds nothing if the list does not suffice, or if
-// the row is not finite.
+// A row without a top-k, of which a token is drawn, or with a small one, which gets a list. Finds
+// nothing if the lists do not suffice, or if the row is not finite.
 template <typename T, typename Cluster>
 __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_t sample,
                                                    const Slice& slice, bool aligned,
@@ -249,11 +257,20 @@ __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_
   const float highest = load_undivided<T>(p, sample, aligned, slice, shared);
   Cluster::wait();
   const HighestRange range = range_of_highest(shared, ordered_bits(highest));
+  FoundRow found;
+  if constexpr (Cluster::kSize > 1) {
+    if (!shared.request.counts(p.logits.vocab_size)) {
+      found.drawn = sample_nucleus<Cluster>(
+          shared, slice, p.logits.vocab_size, range.highest,
+          [&] { return SampleRow::random(p, sample); },
+          [&](int token) { p.tokens[sample] = token; });
+      return found;
+    }
+  }
   send_few<T, Cluster>(shared, slice, highest, range);
   Cluster::sync();
   const SampleRow& request = shared.request;
   const Few few = few_of_row<Cluster>(shared);
-  FoundRow found;
   found.highest = quotient_of(few.highest, request.temperature);
   if (!few.fits || !is_finite_ordered(found.highest)) return found;
   found.size = 0;
@@ -275,7 +292,7 @@ __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t samp
     __syncthreads();
     request = shared.request;
   }
-  const bool loaded = wants_few(p, request);
+  const bool loaded = wants_few(p, request) || wants_nucleus<Cluster>(p, request);
   const bool lists =
       p.tokens != nullptr && request.counts(p.logits.vocab_size) && request.top_k <= kMaxListed;
   Highest highest;
@@ -313,8 +330,9 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   }
   BinSets sets;
   FoundRow found;
-  if (wants_few(p, asked)) {
+  if (wants_few(p, asked) || wants_nucleus<Cluster>(p, asked)) {
     found = find_undivided<T, Cluster>(p, sample, slice, aligned, shared);
+    if (found.drawn) return true;
   }
   if (found.size > kRowThreads) {
     found = find_row<T, Cluster>(p, sample, asked, slice, aligned, shared, sets);
