@@ -74,28 +74,29 @@ struct Quotients {
     return M::fused(M::fused(-nearer, temperature, x), reciprocal, nearer);
   }
   __device__ __forceinline__ bool change() const { return temperature != 1.0f || cut > -FLT_MAX; }
-  __device__ __forceinline__ void apply(float (&x)[4]) const {
+  // Divides a Vec of the slice.
+  __device__ __forceinline__ void apply(float (&x)[4], float* vec) const {
     bool tiny = false;
-    float quotients[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) tiny |= fabsf(x[i]) < 0x1p-90f;
+    if (tiny) {
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) vec[i] = vec[i] / temperature;
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      tiny |= fabsf(x[i]) < 0x1p-90f;
-      quotients[i] = divide(x[i]);
+      x[i] = tiny ? vec[i] : divide(x[i]);
+      if (!(x[i] >= cut)) x[i] = -INFINITY;
     }
-    if (tiny) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) quotients[i] = x[i] / temperature;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = quotients[i] >= cut ? quotients[i] : -INFINITY;
+    *reinterpret_cast<float4*>(vec) = make_float4(x[0], x[1], x[2], x[3]);
   }
 };
 
-// The bin of a token's difference from the highest.
-__device__ __forceinline__ uint32_t bin_of(float difference) {
-  constexpr float kLowest = (1 - kNucleusBins) / kBinsPerUnit, kShift = 0x1p23f;
-  const float shifted = ScalarMath::fused(fmaxf(difference, kLowest), -kBinsPerUnit, kShift);
-  return bits_as<uint32_t>(shifted) % kNucleusBins;
+// The bits of 2^23 and the bin of a token's difference from the highest.
+constexpr uint32_t kShiftedZero = 0x4b000000u;
+__device__ __forceinline__ uint32_t shifted_bin(float difference) {
+  constexpr float kLowest = (1 - kNucleusBins) / kBinsPerUnit;
+  return bits_as<uint32_t>(ScalarMath::fused(fmaxf(difference, kLowest), -kBinsPerUnit, 0x1p23f));
 }
 
 // Makes logits quotients. counts: adds 1 to the bin of each.
@@ -103,28 +104,20 @@ __device__ __forceinline__ void divide_and_count(uint32_t* bins, const Slice& sl
                                                  const Quotients& quotients, float max,
                                                  bool counts) {
   const bool changes = quotients.change();
+  uint32_t* shifted_bins = bins + opaque(-static_cast<int>(kShiftedZero));
 #pragma unroll 1
   for (int i = threadIdx.x; i < slice.num_vecs(); i += kRowThreads) {
-    auto* vec = reinterpret_cast<float4*>(slice.ordered) + i;
-    const float4 loaded = *vec;
+    auto* vec = reinterpret_cast<float*>(slice.ordered) + 4 * i;
+    const float4 loaded = *reinterpret_cast<const float4*>(vec);
     float x[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-    if (changes) {
-      quotients.apply(x);
-      *vec = make_float4(x[0], x[1], x[2], x[3]);
-    }
+    if (changes) quotients.apply(x, vec);
     if (!counts) continue;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) atomicAdd(&bins[bin_of(x[j] - max)], 1u);
+    for (int j = 0; j < 4; ++j) atomicAdd(&shifted_bins[shifted_bin(x[j] - max)], 1u);
   }
 }
 
 // --- border --------------------------------------------------------------------------------------
-
-// Differences from the highest logit: tokens of at least `kept` are kept. Those below it of at
-// least `listed` may be.
-struct Border {
-  float kept, listed;
-};
 
 // The weight that the border counts for a token of a bin.
 __device__ __forceinline__ float weight_of_bin(int bin) {
@@ -158,11 +151,12 @@ __device__ __forceinline__ uint64_t sum_group(SelectShared& shared) {
   return nucleus_words(shared)[opaque(threadIdx.x)];
 }
 
-// Writes the first bin up to which the weights exceed `limit`. The one warp whose groups hold it
-// looks: a lane per bin. `mine` is this thread's group, `before` the groups before it.
+// Finds the first bin up to which the weights exceed `limit`, and writes (bin + shift) * unit. The
+// one warp whose groups hold it looks, a lane per bin. `mine` is the weight of this thread's group,
+// `before` that of the groups before it.
 template <typename Cluster>
 __device__ __forceinline__ void find_bin(SelectShared& shared, uint64_t before, uint64_t mine,
-                                         uint64_t limit, int* found) {
+                                         uint64_t limit, float shift, float unit, float* found) {
   constexpr uint32_t kAll = 0xffffffffu;
   const uint32_t holder = __ballot_sync(kAll, before <= limit && limit < before + mine);
   if (holder == 0) return;
@@ -180,31 +174,30 @@ __device__ __forceinline__ void find_bin(SelectShared& shared, uint64_t before, 
   const uint64_t upto = __shfl_sync(kAll, before, of_group) + inclusive_sum(weight);
   // Rounding may leave the last bin a little short.
   const uint32_t past = __ballot_sync(kAll, upto > limit || lane == kGroupBins - 1);
-  if (lane == 0) *found = first + __ffs(past) - 1;
+  if (lane == 0) *found = (static_cast<float>(first + __ffs(past) - 1) + shift) * unit;
 }
 
-// All CTAs have counted behind the next barrier.
+// Finds the border behind a barrier, when all CTAs have counted.
 template <typename Cluster>
-__device__ __forceinline__ Border find_border(SelectShared& shared, float top_p) {
+__device__ __forceinline__ void find_border(SelectShared& shared, float top_p) {
   constexpr float kFactor = 1 / kBinRatio;
-  if (threadIdx.x == 0) shared.border[1] = kNucleusBins - 1;
+  // They round towards a longer list.
+  constexpr float kKeptUnit = -kUnitOfBin * (1 - 0x1p-20f);
+  constexpr float kListedUnit = -kUnitOfBin * (1 + 0x1p-20f);
+  if (threadIdx.x == 0) shared.border.listed = kNucleusBins * kListedUnit;
   Cluster::sync();
   const uint64_t mine = sum_group<Cluster>(shared);
   const BlockSum sum = block_sum(shared, mine);
   const float p = fmaxf(top_p, 0.0f), rest = 1.0f - p;
   const float kept = p / (rest * kFactor + p) - kSlack;
   const float listed = p * kFactor / (rest + p * kFactor) + kSlack;
-  find_bin<Cluster>(shared, sum.before, mine, high_product(sum.all, fixed_point(kept)),
-                    &shared.border[0]);
+  find_bin<Cluster>(shared, sum.before, mine, high_product(sum.all, fixed_point(kept)), -0.5f,
+                    kKeptUnit, &shared.border.kept);
   if (listed < 1.0f) {
-    find_bin<Cluster>(shared, sum.before, mine, high_product(sum.all, fixed_point(listed)),
-                      &shared.border[1]);
+    find_bin<Cluster>(shared, sum.before, mine, high_product(sum.all, fixed_point(listed)), 0.5f,
+                      kListedUnit, &shared.border.listed);
   }
   __syncthreads();
-  // The factors round towards a longer list.
-  const float above = static_cast<float>(shared.border[0]) - 0.5f;
-  const float below = static_cast<float>(shared.border[1]) + 0.5f;
-  return {above * (-kUnitOfBin * (1 - 0x1p-20f)), below * (-kUnitOfBin * (1 + 0x1p-20f))};
 }
 
 // --- exact weights -------------------------------------------------------------------------------
@@ -213,8 +206,8 @@ __device__ __forceinline__ Border find_border(SelectShared& shared, float top_p)
 // lists the tokens of the border. Behind a barrier the cluster may read the sums, and every CTA
 // knows the sizes of all lists.
 template <typename Cluster>
-__device__ __forceinline__ void weigh(SelectShared& shared, const Slice& slice, float max,
-                                      const Border& border) {
+__device__ __forceinline__ void weigh(SelectShared& shared, const Slice& slice) {
+  const Border border = shared.border;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const auto is_listed = [&](float difference) {
     return difference < border.kept && difference >= border.listed;
@@ -226,7 +219,7 @@ __device__ __forceinline__ void weigh(SelectShared& shared, const Slice& slice, 
     const uint4 vec = slice.vec(i);
     bool lists = false;
     for_each_of(vec, [&](uint32_t word, int) {
-      const float difference = bits_as<float>(word) - max;
+      const float difference = bits_as<float>(word) - border.max;
       const uint64_t weight = weight_of_difference(difference);
       all += weight;
       if (difference >= border.kept) above += weight;
@@ -234,7 +227,7 @@ __device__ __forceinline__ void weigh(SelectShared& shared, const Slice& slice, 
     });
     if (!lists) continue;
     for_each_of(vec, [&](uint32_t word, int j) {
-      if (!is_listed(bits_as<float>(word) - max)) return;
+      if (!is_listed(bits_as<float>(word) - border.max)) return;
       const int at = atomicAdd(&shared.list.sizes[0], 1);
       const uint32_t token = slice.begin + 4 * i + j;
       if (at < kBorderRoom) {
@@ -277,8 +270,8 @@ struct Edge {
 
 // The edge where the weights of the border reach `rest`. Each round splits a range of keys into as
 // many parts as there are threads. It ends where the part with the edge has but one token.
-__device__ __forceinline__ Edge find_edge(SelectShared& shared, int size, float max,
-                                          const Border& border, uint64_t rest) {
+__device__ __forceinline__ Edge find_edge(SelectShared& shared, int size, uint64_t rest) {
+  const Border border = shared.border;
   if (rest == 0) return {~uint64_t{0}, 0};
   constexpr int kPartBits = 9;
   static_assert(1 << kPartBits == kRowThreads);
@@ -287,8 +280,8 @@ __device__ __forceinline__ Edge find_edge(SelectShared& shared, int size, float 
   const int part = opaque(threadIdx.x);  // keeps no address in registers
   // A difference is rounded, so these are ends of the exact ones.
   uint64_t low =
-      border_key(ordered_bits(__fadd_rd(max, border.listed * (1 + 0x1p-20f))), kLastToken);
-  const uint64_t high = border_key(ordered_bits(__fadd_ru(max, border.kept)), 0);
+      border_key(ordered_bits(__fadd_rd(border.max, border.listed * (1 + 0x1p-20f))), kLastToken);
+  const uint64_t high = border_key(ordered_bits(__fadd_ru(border.max, border.kept)), 0);
   int bits = 64 - __clzll(static_cast<int64_t>(high - low));
   uint64_t lightest = weight_of_difference(border.listed);
   lightest -= (lightest >> 20) + (lightest > 0);
@@ -303,7 +296,7 @@ __device__ __forceinline__ Edge find_edge(SelectShared& shared, int size, float 
       const uint64_t offset = keys[i] - low;
       if (offset >> bits != 0) continue;
       add_weight(parts, kRowThreads - 1 - static_cast<uint32_t>(offset >> shift),
-                 border_weight(keys[i], max));
+                 border_weight(keys[i], shared.border.max));
     }
     __syncthreads();
     const uint64_t mine = uint64_t{parts.high[part]} << 32 | parts.low[part];
@@ -332,8 +325,7 @@ __device__ __forceinline__ Slice peer_slice(const Slice& first, int vocab_size, 
 // number in the cluster is this thread's; 0 for other threads.
 template <typename Cluster>
 __device__ __forceinline__ uint64_t sum_of_warp(SelectShared& shared, const Slice& slice,
-                                                int vocab_size, int size, float max,
-                                                uint64_t edge) {
+                                                int vocab_size, int size, uint64_t edge) {
   constexpr int kWarps = Cluster::kSize * kRowWarps;
   const auto* keys = reinterpret_cast<const uint64_t*>(&shared.bins[0]);
   Bins& sums = shared.bins[1];
@@ -349,7 +341,7 @@ __device__ __forceinline__ uint64_t sum_of_warp(SelectShared& shared, const Slic
     const int rank = token / slice.size;
     const Slice theirs = peer_slice<Cluster>(slice, vocab_size, rank);
     const int warp = (token - theirs.begin) / 4 / theirs.chunk_vecs();
-    add_weight(sums, rank * kRowWarps + warp, border_weight(keys[i], max));
+    add_weight(sums, rank * kRowWarps + warp, border_weight(keys[i], shared.border.max));
   }
   __syncthreads();
   if (mine >= kWarps) return 0;
@@ -359,10 +351,9 @@ __device__ __forceinline__ uint64_t sum_of_warp(SelectShared& shared, const Slic
 
 // In the first CTA, behind the barrier after weigh(): draws a token and calls found(token) in one
 // thread. Arrives at the cluster's next barrier when it has read the others' memory.
-template <typename Cluster, typename Found>
+template <typename Cluster, typename Random, typename Found>
 __device__ __forceinline__ void draw_from_nucleus(SelectShared& shared, const Slice& slice,
-                                                  int vocab_size, float max, const Border& border,
-                                                  float top_p, uint64_t random,
+                                                  int vocab_size, const Random& random,
                                                   const Found& found) {
   uint64_t all = 0, above = 0;
   for_each_warp_of_cluster<Cluster>(shared, [&](const SelectShared& theirs, int warp, int) {
@@ -372,9 +363,9 @@ __device__ __forceinline__ void draw_from_nucleus(SelectShared& shared, const Sl
   all = warp_total(all);
   above = warp_total(above);
   const int size = gather_border<Cluster>(shared);
-  const Edge edge = find_edge(shared, size, max, border, top_p_limit(top_p, all) - above);
-  const uint64_t target = high_product(above + edge.weight, random);
-  const uint64_t mine = sum_of_warp<Cluster>(shared, slice, vocab_size, size, max, edge.key);
+  const Edge edge = find_edge(shared, size, top_p_limit(shared.request.top_p, all) - above);
+  const uint64_t target = high_product(above + edge.weight, random());
+  const uint64_t mine = sum_of_warp<Cluster>(shared, slice, vocab_size, size, edge.key);
   const uint64_t before = block_sum(shared, mine).before;
   if (before <= target && target < before + mine) {
     shared.bin = opaque(threadIdx.x);
@@ -385,10 +376,11 @@ __device__ __forceinline__ void draw_from_nucleus(SelectShared& shared, const Sl
   const Slice theirs = peer_slice<Cluster>(slice, vocab_size, warp / kRowWarps);
   const auto [first, last] = theirs.chunk(warp % kRowWarps);
   const int at = first + opaque(threadIdx.x);  // chunks have at most a Vec per thread
+  const Border border = shared.border;
   uint64_t weights[4] = {};
   if (at < last) {
     for_each_of(theirs.vec(at), [&](uint32_t word, int i) {
-      const float x = bits_as<float>(word), difference = x - max;
+      const float x = bits_as<float>(word), difference = x - border.max;
       const bool listed = difference >= border.listed &&
                           border_key(ordered_bits(x), theirs.begin + 4 * at + i) >= edge.key;
       if (difference >= border.kept || listed) weights[i] = weight_of_difference(difference);
@@ -432,23 +424,22 @@ __device__ __forceinline__ bool sample_nucleus(SelectShared& shared, const Slice
   // Without min-p the cut's bits are 0, which are NaN.
   const float cut = fmaxf(from_ordered_bits(request.min_p_cut(max)), -FLT_MAX);
   const Quotients quotients{temperature, 1.0f / temperature, cut};
+  if (threadIdx.x == 0) shared.border = {max, -INFINITY, -INFINITY};
   divide_and_count(nucleus_bins(shared), slice, quotients, max, counts);
-  Border border{-INFINITY, -INFINITY};
   if (counts) {
-    border = find_border<Cluster>(shared, request.top_p);
+    find_border<Cluster>(shared, request.top_p);
   } else {
     __syncthreads();
   }
   if (threadIdx.x == 0) shared.request.temperature = 1.0f;
-  weigh<Cluster>(shared, slice, max, border);
+  weigh<Cluster>(shared, slice);
   Cluster::sync();
   bool fits = true;
 #pragma unroll
   for (int rank = 0; rank < Cluster::kSize; ++rank) fits &= shared.few[rank].size <= kBorderRoom;
   if (!fits) return false;
   if (Cluster::rank() == 0) {
-    draw_from_nucleus<Cluster>(shared, slice, vocab_size, max, border, request.top_p, random(),
-                               found);
+    draw_from_nucleus<Cluster>(shared, slice, vocab_size, random, found);
   } else {
     Cluster::arrive();
   }

@@ -36,6 +36,13 @@ struct FewOfCta {
   uint32_t quotient;  // ordered bits of a quotient that enough of its tokens reach; 0: of none
 };
 
+// Differences from the highest logit of a row (row_nucleus.cuh): tokens of at least `kept` are
+// kept, and those below it of at least `listed` may be.
+struct Border {
+  float max;  // the highest logit
+  float kept, listed;
+};
+
 struct SelectShared {
   Bins bins[2];
   List list;
@@ -48,7 +55,7 @@ struct SelectShared {
   uint64_t warp_sums[kRowWarps];
   uint64_t above[kRowWarps];  // per warp: weights or number of tokens above the threshold
   uint32_t equal[kRowWarps];  // per warp: number of tokens equal to it
-  int border[2];              // the first and the last bin of the border (row_nucleus.cuh)
+  Border border;
   // the border bin of a round
   uint32_t bin;
   uint64_t before, inside;

@@ -337,7 +337,7 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   if (found.size > kRowThreads) {
     found = find_row<T, Cluster>(p, sample, asked, slice, aligned, shared, sets);
   }
-  const SampleRow request = shared.request;
+  const SampleRow& request = shared.request;
   const bool is_first_cta = Cluster::rank() == 0;
   if (request.greedy || !is_finite_ordered(found.highest)) {
     if (is_first_cta && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = found.token;
