@@ -18,7 +18,7 @@
 // P <= S p / ((1 - p) e^(1/k) + p). It is surely not kept if P without its own bin has
 // (1 - p) P >= p R e^(1/k). This is P >= S p e^(1/k) / (1 - p + p e^(1/k)).
 // float32 errors are below 5.4e-6 of a weight, of which P : R sees half. Rounding of 2^18 weights
-// to integers adds less than 2^-21 of S. kSlack is more than both.
+// to integers adds less than 2^-21 of S. kMargin is more than both.
 #pragma once
 #include "cuda/sampling/row_few.cuh"
 
@@ -30,7 +30,7 @@ constexpr int kNucleusBins = 8192;
 constexpr int kGroupBins = kNucleusBins / kRowThreads;  // neighbouring bins of a thread
 constexpr float kUnitOfBin = 1 / kBinsPerUnit;
 constexpr float kBinRatio = 0.99658704f;  // e^(-1 / kBinsPerUnit)
-constexpr float kSlack = 0x1p-17f;
+constexpr float kMargin = 0x1p-17f;
 static_assert(sizeof(SelectShared::bins) == kNucleusBins * sizeof(uint32_t));
 
 // Above these, other code takes the row: divide() would need care.
@@ -92,11 +92,13 @@ struct Quotients {
   }
 };
 
-// The bits of 2^23 and the bin of a token's difference from the highest.
-constexpr uint32_t kShiftedZero = 0x4b000000u;
-__device__ __forceinline__ uint32_t shifted_bin(float difference) {
-  constexpr float kLowest = (1 - kNucleusBins) / kBinsPerUnit;
-  return bits_as<uint32_t>(ScalarMath::fused(fmaxf(difference, kLowest), -kBinsPerUnit, 0x1p23f));
+// The bin of a token's difference from the highest. It is in the low bits of a float from 2 on,
+// whose exponent the shift to bytes leaves out.
+__device__ __forceinline__ uint32_t* bin_of(uint32_t* bins, float difference) {
+  constexpr float kLowest = (1 - kNucleusBins) / kBinsPerUnit, kUnit = kBinsPerUnit * 0x1p-22f;
+  const float number = ScalarMath::fused(fmaxf(difference, kLowest), -kUnit, 2.0f);
+  return reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(bins) +
+                                     (bits_as<uint32_t>(number) << 2));
 }
 
 // Makes logits quotients. counts: adds 1 to the bin of each.
@@ -104,7 +106,6 @@ __device__ __forceinline__ void divide_and_count(uint32_t* bins, const Slice& sl
                                                  const Quotients& quotients, float max,
                                                  bool counts) {
   const bool changes = quotients.change();
-  uint32_t* shifted_bins = bins + opaque(-static_cast<int>(kShiftedZero));
 #pragma unroll 1
   for (int i = threadIdx.x; i < slice.num_vecs(); i += kRowThreads) {
     auto* vec = reinterpret_cast<float*>(slice.ordered) + 4 * i;
@@ -113,7 +114,7 @@ __device__ __forceinline__ void divide_and_count(uint32_t* bins, const Slice& sl
     if (changes) quotients.apply(x, vec);
     if (!counts) continue;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) atomicAdd(&shifted_bins[shifted_bin(x[j] - max)], 1u);
+    for (int j = 0; j < 4; ++j) atomicAdd(bin_of(bins, x[j] - max), 1u);
   }
 }
 
@@ -189,8 +190,8 @@ __device__ __forceinline__ void find_border(SelectShared& shared, float top_p) {
   const uint64_t mine = sum_group<Cluster>(shared);
   const BlockSum sum = block_sum(shared, mine);
   const float p = fmaxf(top_p, 0.0f), rest = 1.0f - p;
-  const float kept = p / (rest * kFactor + p) - kSlack;
-  const float listed = p * kFactor / (rest + p * kFactor) + kSlack;
+  const float kept = p / (rest * kFactor + p) - kMargin;
+  const float listed = p * kFactor / (rest + p * kFactor) + kMargin;
   find_bin<Cluster>(shared, sum.before, mine, high_product(sum.all, fixed_point(kept)), -0.5f,
                     kKeptUnit, &shared.border.kept);
   if (listed < 1.0f) {
@@ -268,16 +269,16 @@ struct Edge {
   uint64_t key, weight;
 };
 
-// The edge where the weights of the border reach `rest`. Each round splits a range of keys into as
-// many parts as there are threads. It ends where the part with the edge has but one token.
+// The edge where the weights of the border reach `rest`. Each round splits a range of keys into one
+// per thread. It ends where that with the edge has but one token.
 __device__ __forceinline__ Edge find_edge(SelectShared& shared, int size, uint64_t rest) {
   const Border border = shared.border;
   if (rest == 0) return {~uint64_t{0}, 0};
-  constexpr int kPartBits = 9;
-  static_assert(1 << kPartBits == kRowThreads);
+  constexpr int kRangeBits = 9;
+  static_assert(1 << kRangeBits == kRowThreads);
   const auto* keys = reinterpret_cast<const uint64_t*>(&shared.bins[0]);
-  Bins& parts = shared.bins[1];
-  const int part = opaque(threadIdx.x);  // keeps no address in registers
+  Bins& ranges = shared.bins[1];
+  const int range = opaque(threadIdx.x);  // keeps no address in registers
   // A difference is rounded, so these are ends of the exact ones.
   uint64_t low =
       border_key(ordered_bits(__fadd_rd(border.max, border.listed * (1 + 0x1p-20f))), kLastToken);
@@ -288,21 +289,21 @@ __device__ __forceinline__ Edge find_edge(SelectShared& shared, int size, uint64
   uint64_t left = rest;
 #pragma unroll 1
   do {
-    const int shift = bits > kPartBits ? bits - kPartBits : 0;
-    parts.low[part] = parts.high[part] = 0;
+    const int shift = bits > kRangeBits ? bits - kRangeBits : 0;
+    ranges.low[range] = ranges.high[range] = 0;
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < size; i += kRowThreads) {
       const uint64_t offset = keys[i] - low;
       if (offset >> bits != 0) continue;
-      add_weight(parts, kRowThreads - 1 - static_cast<uint32_t>(offset >> shift),
+      add_weight(ranges, kRowThreads - 1 - static_cast<uint32_t>(offset >> shift),
                  border_weight(keys[i], shared.border.max));
     }
     __syncthreads();
-    const uint64_t mine = uint64_t{parts.high[part]} << 32 | parts.low[part];
+    const uint64_t mine = uint64_t{ranges.high[range]} << 32 | ranges.low[range];
     const BlockSum sum = block_sum(shared, mine);
     if (sum.before < left && left <= sum.before + mine) {
-      shared.bin = kRowThreads - 1 - part;
+      shared.bin = kRowThreads - 1 - range;
       shared.before = sum.before;
       shared.inside = mine;
     }

@@ -6,6 +6,8 @@
 //             applied on the way; bias and penalties, which are sparse, in shared memory
 //   few       a small top-k: the first CTA gets a list of candidates (row_few.cuh, above 128 of
 //             them row_list.cuh) and finishes alone; the other CTAs leave
+//   nucleus   without a top-k: counts bound where top-p ends, then the first CTA finishes with a
+//             list of the tokens there (row_nucleus.cuh). If that list is too long: as below
 //   threshold else top-k: radix rounds by count. min-p: one number. top-p, over what is left: two
 //             rounds by weight in steps of the logit, then a list (row_list.cuh). If that list is
 //             too long: radix rounds by weight
