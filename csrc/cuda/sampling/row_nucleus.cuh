@@ -36,9 +36,10 @@ static_assert(sizeof(SelectShared::bins) == kNucleusBins * sizeof(uint32_t));
 // Above these, other code takes the row: divide() would need care.
 constexpr float kMaxNucleusTemperature = 0x1p30f, kMaxNucleusLogit = 0x1p100f;
 
-// Room for a CTA's list of the border, and for all of them.
-constexpr int kBorderRoom = kRowThreads / 2;
-static_assert(sizeof(Bins) == kClusterSize * kBorderRoom * sizeof(uint64_t));
+// Most tokens in the list of a CTA and in those of a row.
+constexpr int kCtaBorder = kRowThreads;
+constexpr int kRowBorder = sizeof(Bins) / sizeof(uint64_t);
+static_assert(sizeof(List::ordered) + sizeof(List::tokens) == kCtaBorder * sizeof(uint64_t));
 
 __device__ __forceinline__ uint32_t* nucleus_bins(SelectShared& shared) {
   return reinterpret_cast<uint32_t*>(shared.bins);
@@ -231,7 +232,7 @@ __device__ __forceinline__ void weigh(SelectShared& shared, const Slice& slice) 
       if (!is_listed(bits_as<float>(word) - border.max)) return;
       const int at = atomicAdd(&shared.list.sizes[0], 1);
       const uint32_t token = slice.begin + 4 * i + j;
-      if (at < kBorderRoom) {
+      if (at < kCtaBorder) {
         nucleus_words(shared)[at] = border_key(ordered_bits(bits_as<float>(word)), token);
       }
     });
@@ -435,9 +436,9 @@ __device__ __forceinline__ bool sample_nucleus(SelectShared& shared, const Slice
   if (threadIdx.x == 0) shared.request.temperature = 1.0f;
   weigh<Cluster>(shared, slice);
   Cluster::sync();
-  bool fits = true;
+  bool fits = few_of_row<Cluster>(shared).size <= kRowBorder;
 #pragma unroll
-  for (int rank = 0; rank < Cluster::kSize; ++rank) fits &= shared.few[rank].size <= kBorderRoom;
+  for (int rank = 0; rank < Cluster::kSize; ++rank) fits &= shared.few[rank].size <= kCtaBorder;
   if (!fits) return false;
   if (Cluster::rank() == 0) {
     draw_from_nucleus<Cluster>(shared, slice, vocab_size, random, found);
