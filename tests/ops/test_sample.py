@@ -220,6 +220,15 @@ def test_short_bitmask_allows_what_it_lacks(device):
     assert vllm_kernels.sample(logits[:, :64], bitmask=mask).tolist() == [0]
 
 
+def test_a_mask_that_ends_inside_of_a_row(device, dtype):
+    logits = torch.randn(4, 131_072)
+    request = drawn(4) | {
+        "top_k": torch.full((4,), 50).int(),
+        "bitmask": torch.randint(-(2**31), 2**31, (4, 2000)).int(),
+    }
+    check(logits.to(device, dtype), request)
+
+
 def test_penalties_follow_vllm(device):
     """apply_penalties of vLLM's sampler, written out in torch."""
     logits = torch.randn(2, 6)

@@ -1,8 +1,9 @@
-// The few highest tokens of a row, as row_list.cuh has them, with less work per token and one
-// barrier of the cluster. The slice holds logits as they are: load_logits() (row_load.cuh).
+// The few highest tokens of a row, as row_list.cuh has them, with less work per token. Behind the
+// load there is one barrier of the cluster. The slice holds logits as they are: load_logits()
+// (row_load.cuh).
 //
-//   edge    if `count` threads have a logit at or above an edge, so have `count` tokens. Each CTA
-//           finds an edge for its own tokens
+//   edge    an edge that `count` threads reach is reached by at least `count` tokens. Each CTA
+//           finds one for its own tokens
 //   list    each CTA sends its tokens from there on to the first CTA
 //   barrier behind it every CTA knows whether all lists fit
 //   end     the first CTA divides the listed logits by the temperature and finds an edge of the row
@@ -21,10 +22,11 @@ constexpr int kMaxFew = 128;
 template <typename Cluster>
 constexpr int kFewRoom = sizeof(Bins) / sizeof(uint64_t) / Cluster::kSize;
 
+// Where an edge is good enough.
 constexpr int enough_of(int count) {
   return count + count / 8 + 8;
 }
-static_assert(enough_of(kMaxFew) <= kRowThreads);  // list_few() fills a list of distinct keys
+static_assert(enough_of(kMaxFew) <= kRowThreads);  // keys are distinct: list_few() lists no more
 
 // An edge that at least `count` keys reach, and no more than necessary or than a few too many. At
 // least `count` reach `low`, none exceeds `high`. reached_by(edge): how many reach it.
@@ -45,7 +47,8 @@ __device__ __forceinline__ Key edge_of(Key low, Key high, int count, const Reach
   return low;
 }
 
-// The range of the CTA's `highest` that are above -inf, and their number.
+// Of the highest logits of a CTA's threads, in ordered bits: the highest, and the number and the
+// lowest of those above -inf.
 struct HighestRange {
   uint32_t lowest, highest;
   int number;
@@ -68,10 +71,10 @@ __device__ __forceinline__ uint32_t quotient_of(uint32_t ordered, float temperat
   return ordered_bits(from_ordered_bits(ordered) / temperature);
 }
 
-// A finite logit whose quotient is at least `quotient` is not below this one. Its exact quotient
-// exceeds the number before `quotient`, so it exceeds the product of that and the temperature.
+// A lower bound of all finite logits whose quotient reaches `quotient`. Their exact quotients
+// exceed the number before `quotient`, so they exceed the product of that and the temperature.
 __device__ __forceinline__ float lowest_with_quotient(uint32_t quotient, float temperature) {
-  constexpr uint32_t kZero = 0x80000000u;  // below it are the bits of -0, which nothing has
+  constexpr uint32_t kZero = 0x80000000u;  // ordered_bits() never returns those of -0, below it
   if (quotient <= kOrderedMinusInfinity + 1) return -FLT_MAX;
   const uint32_t before = quotient - (quotient == kZero ? 2 : 1);
   return fmaxf(__fmul_rd(from_ordered_bits(before), temperature), -FLT_MAX);
@@ -94,8 +97,11 @@ __device__ __forceinline__ void send_few(SelectShared& shared, const Slice& slic
   uint32_t quotient = 0;
   if (range.number >= count) {
     const uint32_t mine = ordered_bits(highest);
-    const uint32_t edge = edge_of(range.lowest, range.highest, count,
-                                  [&](uint32_t at) { return __syncthreads_count(mine >= at); });
+    uint32_t edge = range.lowest;
+    if (range.number > enough_of(count)) {
+      edge = edge_of(edge, range.highest, count,
+                     [&](uint32_t at) { return __syncthreads_count(mine >= at); });
+    }
     quotient = quotient_of(edge, temperature);
   }
   const float lowest = lowest_with_quotient(quotient, temperature);
@@ -156,8 +162,8 @@ __device__ __forceinline__ int list_few(SelectShared& shared, const Few& few, in
   auto* keys = reinterpret_cast<uint64_t*>(&shared.bins[0]);
   divide_few<Cluster>(shared, keys, few.size, temperature);
   uint64_t edge = 0;
-  if (few.size > count) {
-    const uint64_t low = uint64_t{few.quotient} << 32;
+  if (few.size > enough_of(count)) {
+    const uint64_t low = uint64_t{max(few.quotient, kOrderedMinusInfinity)} << 32;
     const uint64_t high = max_key(quotient_of(few.highest, temperature), 0);
     edge = edge_of(low, high, count, [&](uint64_t at) {
       int reached = 0;

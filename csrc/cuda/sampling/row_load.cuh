@@ -1,4 +1,4 @@
-// Brings a row of logits into the slices of a cluster, as ordered bits.
+// Brings a row of logits into the slices of a cluster, as ordered bits or as they are.
 #pragma once
 #include "cuda/base/vec.cuh"
 #include "cuda/launchers.h"
@@ -8,8 +8,9 @@ namespace vllm_kernels::cuda {
 
 // A slice begins at a multiple of 32 tokens: whole words of a bitmask, whole Vecs.
 constexpr int kSliceStep = 32;
-// Shared memory that the kernels of a cluster declare: 37,552 bytes at most.
+// Shared memory that the kernels of a cluster declare, at most.
 constexpr int kStaticSharedBytes = 37 * 1024;
+static_assert(sizeof(SelectShared) <= kStaticSharedBytes);
 
 inline int slice_tokens(int vocab_size, int ctas) {
   const int step = kSliceStep * ctas;
@@ -206,7 +207,7 @@ __device__ __forceinline__ float load_batches(const T* from, const Slice& slice,
 
 // Loads the slice as the bits of float32 logits, in place of ordered bits: -inf where the mask
 // forbids a token, and as padding. Returns the highest of those that the thread loads, which
-// for_each_own<T>() visits; NaN if one is NaN. Of a logit this takes a comparison and a store.
+// for_each_own<T>() visits; NaN if one is NaN. A logit costs one comparison and one store.
 template <typename T>
 __device__ __forceinline__ float load_logits(const LogitRows& logits, int64_t row, bool aligned,
                                              const Slice& slice, const SampleMask& mask) {
@@ -216,8 +217,8 @@ __device__ __forceinline__ float load_logits(const LogitRows& logits, int64_t ro
   return load_batches<true, true>(from, slice, mask);
 }
 
-// body(ordered bits, index in the slice) for the tokens that load_slice<T>() visits in this thread.
-// The last ones may be padding, which is 0.
+// body(word, index in the slice) for the tokens that this thread loaded. The last ones may be
+// padding: 0 behind load_slice(), -inf behind load_logits().
 template <typename T, typename Body>
 __device__ __forceinline__ void for_each_own(const Slice& slice, const Body& body) {
   constexpr int kQuads = kVecWidth<T> / 4;

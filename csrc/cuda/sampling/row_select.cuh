@@ -33,7 +33,7 @@ struct List {
 struct FewOfCta {
   int size;
   uint32_t highest;   // ordered bits of its highest logit
-  uint32_t quotient;  // ordered bits of a quotient that enough of its tokens reach; 0: of none
+  uint32_t quotient;  // ordered bits of a quotient that top_k of its tokens reach; 0: of none
 };
 
 // Differences from the highest logit of a row (row_nucleus.cuh): tokens of at least `kept` are
@@ -62,7 +62,8 @@ struct SelectShared {
   int list_begin;  // place of this CTA's tokens in the list
 };
 
-// A CTA's tokens, padded with 0, which is below every logit, to a multiple of 4.
+// A CTA's tokens as ordered bits, padded with 0, which is below every logit, to a multiple of 4; or
+// the bits of logits, padded with -inf (load_logits()).
 struct Slice {
   uint32_t* ordered;
   int begin;  // token of the first

@@ -4,8 +4,8 @@
 //             memory; else one CTA per row, with the row in global scratch
 //   reads     the logits once. The bitmask and, where all tokens need it, the temperature are
 //             applied on the way; bias and penalties, which are sparse, in shared memory
-//   few       a small top-k: the first CTA gets a list of candidates (row_few.cuh, above 128 of
-//             them row_list.cuh) and finishes alone; the other CTAs leave
+//   few       a small top-k: the first CTA gets a list of candidates (row_few.cuh; row_list.cuh
+//             above 128, or where a list overflows) and finishes alone; the other CTAs leave
 //   nucleus   without a top-k: counts bound where top-p ends, then the first CTA finishes with a
 //             list of the tokens there (row_nucleus.cuh). If that list is too long: as below
 //   threshold else top-k: radix rounds by count. min-p: one number. top-p, over what is left: two
@@ -229,10 +229,15 @@ __device__ __forceinline__ void write_mask(const SampleParams& p, int64_t row, S
   });
 }
 
-// Whether a list of the few highest tokens may suffice for a row.
+// Whether a list of the few highest tokens may suffice for a row. Enough threads must have a token,
+// or all tokens must fit.
+template <typename T, typename Cluster>
 __device__ __forceinline__ bool wants_few(const SampleParams& p, const SampleRow& request) {
-  return p.tokens != nullptr && request.counts(p.logits.vocab_size) && request.top_k <= kMaxFew &&
-         request.temperature < INFINITY;
+  const int vocab_size = p.logits.vocab_size;
+  return p.tokens != nullptr && request.counts(vocab_size) && request.top_k <= kMaxFew &&
+         request.temperature < INFINITY &&
+         (vocab_size >= 2 * request.top_k * Cluster::kSize * kVecWidth<T> ||
+          vocab_size <= Cluster::kSize * kFewRoom<Cluster>);
 }
 
 // Whether sample_nucleus() may draw from a row.
@@ -282,11 +287,12 @@ __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_
   return found;
 }
 
-// Any row. Where find_undivided() found nothing, the slice has what that loaded.
+// Any row. loaded: find_undivided() found nothing, and the slice has what that loaded.
 template <typename T, typename Cluster>
 __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t sample,
-                                             const SampleRow& asked, const Slice& slice,
-                                             bool aligned, SelectShared& shared, BinSets& sets) {
+                                             const SampleRow& asked, bool loaded,
+                                             const Slice& slice, bool aligned, SelectShared& shared,
+                                             BinSets& sets) {
   SampleRow request = asked;
   if (!asked.greedy) {
     clear(shared.bins[0]);
@@ -294,7 +300,6 @@ __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t samp
     __syncthreads();
     request = shared.request;
   }
-  const bool loaded = wants_few(p, request) || wants_nucleus<Cluster>(p, request);
   const bool lists =
       p.tokens != nullptr && request.counts(p.logits.vocab_size) && request.top_k <= kMaxListed;
   Highest highest;
@@ -332,12 +337,13 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   }
   BinSets sets;
   FoundRow found;
-  if (wants_few(p, asked) || wants_nucleus<Cluster>(p, asked)) {
+  const bool loaded = wants_few<T, Cluster>(p, asked) || wants_nucleus<Cluster>(p, asked);
+  if (loaded) {
     found = find_undivided<T, Cluster>(p, sample, slice, aligned, shared);
     if (found.drawn) return true;
   }
   if (found.size > kRowThreads) {
-    found = find_row<T, Cluster>(p, sample, asked, slice, aligned, shared, sets);
+    found = find_row<T, Cluster>(p, sample, asked, loaded, slice, aligned, shared, sets);
   }
   const SampleRow& request = shared.request;
   const bool is_first_cta = Cluster::rank() == 0;
