@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import assert_compiles, assert_graph_replays, opcheck, raises
-from sampling_cases import VOCABULARIES, hard_rows, on, random_request
+from sampling_cases import VOCABULARIES, hard_rows, on, pick, random_request
 
 import vllm_kernels
 from vllm_kernels import reference
@@ -94,6 +94,33 @@ def test_quotients_and_biases_that_overflow(device):
         check(logits.to(device), request)
         tokens = vllm_kernels.sample(logits.to(device), **on(device, request))
         assert tokens.tolist() == [700, 30_000]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8, 1e-4, 100.0])
+@pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.5, 0.9, 0.99999, 1 - 2.0**-24, 1.0])
+def test_nucleus(device, dtype, temperature, top_p):
+    """Rows without a top-k. Some have more tokens at the border of top-p than a list takes."""
+    vocab_size = 20_000
+    logits = torch.randn(10, vocab_size)
+    logits[1] = logits[1].bfloat16().float()
+    logits[2] = torch.randint(4, (vocab_size,)).float()
+    logits[3] = 0.25
+    logits[4, 1:] = -torch.inf
+    logits[5] *= 1e-39  # denormal
+    logits[6] *= 0.01
+    logits[7] *= 10
+    logits[8, :1000] = 3.0
+    logits[9] = -logits[9].abs() * 1e-4 - 80.0
+    samples = 2 * logits.shape[0]
+    min_p = pick([0.0, 1e-9, 0.01, 0.9], samples)
+    min_p[: logits.shape[0]] = 0.0
+    request = drawn(samples) | {
+        "rows": torch.arange(samples).int() % logits.shape[0],
+        "temperature": torch.full((samples,), temperature),
+        "top_p": torch.full((samples,), top_p),
+        "min_p": min_p,
+    }
+    check(logits.to(device, dtype), request)
 
 
 @pytest.mark.parametrize("vocab_size", [50, 131_072])
@@ -191,6 +218,15 @@ def test_short_bitmask_allows_what_it_lacks(device):
     mask = torch.zeros(1, 2, dtype=torch.int32, device=device)
     assert vllm_kernels.sample(logits, bitmask=mask).tolist() == [70]
     assert vllm_kernels.sample(logits[:, :64], bitmask=mask).tolist() == [0]
+
+
+def test_a_mask_that_ends_inside_of_a_row(device, dtype):
+    logits = torch.randn(4, 131_072)
+    request = drawn(4) | {
+        "top_k": torch.full((4,), 50).int(),
+        "bitmask": torch.randint(-(2**31), 2**31, (4, 2000)).int(),
+    }
+    check(logits.to(device, dtype), request)
 
 
 def test_penalties_follow_vllm(device):

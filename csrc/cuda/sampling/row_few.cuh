@@ -97,8 +97,11 @@ __device__ __forceinline__ void send_few(SelectShared& shared, const Slice& slic
   uint32_t quotient = 0;
   if (range.number >= count) {
     const uint32_t mine = ordered_bits(highest);
-    const uint32_t edge = edge_of(range.lowest, range.highest, count,
-                                  [&](uint32_t at) { return __syncthreads_count(mine >= at); });
+    uint32_t edge = range.lowest;
+    if (range.number > enough_of(count)) {
+      edge = edge_of(edge, range.highest, count,
+                     [&](uint32_t at) { return __syncthreads_count(mine >= at); });
+    }
     quotient = quotient_of(edge, temperature);
   }
   const float lowest = lowest_with_quotient(quotient, temperature);
@@ -159,8 +162,8 @@ __device__ __forceinline__ int list_few(SelectShared& shared, const Few& few, in
   auto* keys = reinterpret_cast<uint64_t*>(&shared.bins[0]);
   divide_few<Cluster>(shared, keys, few.size, temperature);
   uint64_t edge = 0;
-  if (few.size > count) {
-    const uint64_t low = uint64_t{few.quotient} << 32;
+  if (few.size > enough_of(count)) {
+    const uint64_t low = uint64_t{max(few.quotient, kOrderedMinusInfinity)} << 32;
     const uint64_t high = max_key(quotient_of(few.highest, temperature), 0);
     edge = edge_of(low, high, count, [&](uint64_t at) {
       int reached = 0;

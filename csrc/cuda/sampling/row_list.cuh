@@ -166,11 +166,14 @@ __device__ __forceinline__ bool select_by_steps(SelectShared& shared, BinSets& s
   });
   finish_round<Cluster, true>(shared, sets, 1, found, target_of);
   const uint32_t border = found.prefix >> radix_shift(1);
+  // Until then it takes no registers.
+  if (threadIdx.x == 0) shared.above[0] = found.before;
   const int size =
       send_to_lists<float, Cluster, Cluster::kSize>(shared, slice, true, 2, [&](uint32_t ordered) {
         return range.may_hold(ordered) && ordered >= lowest && logit_steps(ordered, max) == border;
       });
   if (size > kRowThreads) return false;
+  found.before = shared.above[0];
   auto* weights = reinterpret_cast<uint64_t*>(shared.bins[0].low);  // by falling logit
   uint32_t* values = shared.bins[0].high;
   const int i = opaque(threadIdx.x);  // keeps no address in registers

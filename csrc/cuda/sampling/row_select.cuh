@@ -36,6 +36,13 @@ struct FewOfCta {
   uint32_t quotient;  // ordered bits of a quotient that top_k of its tokens reach; 0: of none
 };
 
+// Differences from the highest logit of a row (row_nucleus.cuh): tokens of at least `kept` are
+// kept, and those below it of at least `listed` may be.
+struct Border {
+  float max;  // the highest logit
+  float kept, listed;
+};
+
 struct SelectShared {
   Bins bins[2];
   List list;
@@ -48,6 +55,7 @@ struct SelectShared {
   uint64_t warp_sums[kRowWarps];
   uint64_t above[kRowWarps];  // per warp: weights or number of tokens above the threshold
   uint32_t equal[kRowWarps];  // per warp: number of tokens equal to it
+  Border border;
   // the border bin of a round
   uint32_t bin;
   uint64_t before, inside;
@@ -66,6 +74,13 @@ struct Slice {
   // Each warp has a chunk of neighbouring Vecs.
   __device__ int chunk_vecs() const {
     return (num_vecs() + kRowWarps * kWarpSize - 1) / (kRowWarps * kWarpSize) * kWarpSize;
+  }
+  struct Chunk {
+    int first, last;  // Vecs [first, last)
+  };
+  __device__ Chunk chunk(int warp) const {
+    const int first = warp * chunk_vecs();
+    return {first, min(first + chunk_vecs(), num_vecs())};
   }
 };
 
@@ -90,9 +105,8 @@ __device__ __forceinline__ void for_each_token(const Slice& slice, const Body& b
 // lanes call it together.
 template <typename Body>
 __device__ __forceinline__ void for_each_of_chunk(const Slice& slice, const Body& body) {
-  const int lane = threadIdx.x % kWarpSize, chunk = slice.chunk_vecs();
-  const int first = threadIdx.x / kWarpSize * chunk;
-  const int last = min(first + chunk, slice.num_vecs());
+  const int lane = threadIdx.x % kWarpSize;
+  const auto [first, last] = slice.chunk(threadIdx.x / kWarpSize);
 #pragma unroll 1
   for (int i = first; i < last; i += kWarpSize) {
     const int mine = i + lane;

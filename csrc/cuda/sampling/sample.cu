@@ -6,6 +6,8 @@
 //             applied on the way; bias and penalties, which are sparse, in shared memory
 //   few       a small top-k: the first CTA gets a list of candidates (row_few.cuh; row_list.cuh
 //             above 128, or where a list overflows) and finishes alone; the other CTAs leave
+//   nucleus   without a top-k: counts bound where top-p ends, then the first CTA finishes with a
+//             list of the tokens there (row_nucleus.cuh). If that list is too long: as below
 //   threshold else top-k: radix rounds by count. min-p: one number. top-p, over what is left: two
 //             rounds by weight in steps of the logit, then a list (row_list.cuh). If that list is
 //             too long: radix rounds by weight
@@ -13,7 +15,7 @@
 // Nothing is read before the PDL wait.
 #include "cuda/base/prefetch.cuh"
 #include "cuda/launchers.h"
-#include "cuda/sampling/row_few.cuh"
+#include "cuda/sampling/row_nucleus.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
@@ -231,10 +233,22 @@ __device__ __forceinline__ void write_mask(const SampleParams& p, int64_t row, S
   });
 }
 
-// Whether a list of the few highest tokens may suffice for a row.
+// Whether a list of the few highest tokens may suffice for a row. Enough threads must have a token,
+// or all tokens must fit.
+template <typename T, typename Cluster>
 __device__ __forceinline__ bool wants_few(const SampleParams& p, const SampleRow& request) {
-  return p.tokens != nullptr && request.counts(p.logits.vocab_size) && request.top_k <= kMaxFew &&
-         request.temperature < INFINITY;
+  const int vocab_size = p.logits.vocab_size;
+  return p.tokens != nullptr && request.counts(vocab_size) && request.top_k <= kMaxFew &&
+         request.temperature < INFINITY &&
+         (vocab_size >= 2 * request.top_k * Cluster::kSize * kVecWidth<T> ||
+          vocab_size <= Cluster::kSize * kFewRoom<Cluster>);
+}
+
+// Whether sample_nucleus() may draw from a row.
+template <typename Cluster>
+__device__ __forceinline__ bool wants_nucleus(const SampleParams& p, const SampleRow& request) {
+  return Cluster::kSize > 1 && p.tokens != nullptr && !request.greedy &&
+         !request.counts(p.logits.vocab_size) && request.temperature <= kMaxNucleusTemperature;
 }
 
 // What is known of a row before the draw.
@@ -242,10 +256,11 @@ struct FoundRow {
   int size = INT32_MAX;  // of the first CTA's list; above kRowThreads: there is none
   uint32_t highest = 0;  // ordered bits
   int token = -1;        // the first of the highest; -1: not known, with a list of find_undivided()
+  bool drawn = false;    // by sample_nucleus()
 };
 
-// A row with a small top-k, which gets a list. Finds nothing if the list does not suffice, or if
-// the row is not finite.
+// A row without a top-k, of which a token is drawn, or with a small one, which gets a list. Finds
+// nothing if the lists do not suffice, or if the row is not finite.
 template <typename T, typename Cluster>
 __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_t sample,
                                                    const Slice& slice, bool aligned,
@@ -253,11 +268,20 @@ __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_
   const float highest = load_undivided<T>(p, sample, aligned, slice, shared);
   Cluster::wait();
   const HighestRange range = range_of_highest(shared, ordered_bits(highest));
+  FoundRow found;
+  if constexpr (Cluster::kSize > 1) {
+    if (!shared.request.counts(p.logits.vocab_size)) {
+      found.drawn = sample_nucleus<Cluster>(
+          shared, slice, p.logits.vocab_size, range.highest,
+          [&] { return SampleRow::random(p, sample); },
+          [&](int token) { p.tokens[sample] = token; });
+      return found;
+    }
+  }
   send_few<T, Cluster>(shared, slice, highest, range);
   Cluster::sync();
   const SampleRow& request = shared.request;
   const Few few = few_of_row<Cluster>(shared);
-  FoundRow found;
   found.highest = quotient_of(few.highest, request.temperature);
   if (!few.fits || !is_finite_ordered(found.highest)) return found;
   found.size = 0;
@@ -317,14 +341,15 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   }
   BinSets sets;
   FoundRow found;
-  const bool loaded = wants_few(p, asked);
+  const bool loaded = wants_few<T, Cluster>(p, asked) || wants_nucleus<Cluster>(p, asked);
   if (loaded) {
     found = find_undivided<T, Cluster>(p, sample, slice, aligned, shared);
+    if (found.drawn) return true;
   }
   if (found.size > kRowThreads) {
     found = find_row<T, Cluster>(p, sample, asked, loaded, slice, aligned, shared, sets);
   }
-  const SampleRow request = shared.request;
+  const SampleRow& request = shared.request;
   const bool is_first_cta = Cluster::rank() == 0;
   if (request.greedy || !is_finite_ordered(found.highest)) {
     if (is_first_cta && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = found.token;

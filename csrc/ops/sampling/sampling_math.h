@@ -125,10 +125,14 @@ VLLM_KERNELS_HOST_DEVICE static inline bool in_radix_prefix(uint32_t ordered, ui
   return round == 0 || ((ordered ^ prefix) >> (radix_shift(round) + radix_bits(round))) == 0;
 }
 
+// floor(e^d * 2^40) for d <= 0, the difference of a logit from the highest one.
+VLLM_KERNELS_HOST_DEVICE static inline uint64_t weight_of_difference(float d) {
+  return static_cast<uint64_t>(ScalarMath::multiply(exp_of_difference<ScalarMath>(d), kWeightOne));
+}
+
 // floor(e^(x - max) * 2^40), given both in ordered bits and finite, or x = -inf.
 VLLM_KERNELS_HOST_DEVICE static inline uint64_t weight_of(uint32_t ordered, float max) {
-  const float d = ScalarMath::add(from_ordered_bits(ordered), -max);
-  return static_cast<uint64_t>(ScalarMath::multiply(exp_of_difference<ScalarMath>(d), kWeightOne));
+  return weight_of_difference(ScalarMath::add(from_ordered_bits(ordered), -max));
 }
 
 // e^(x - max) / sum; NaN if the sum is NaN.
