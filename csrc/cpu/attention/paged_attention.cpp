@@ -21,6 +21,7 @@
 #include "cpu/attention/row_dot.h"
 #include "cpu/attention/score_mod.h"
 #include "cpu/attention/token_scales.h"
+#include "cpu/attention/visible_range.h"
 #include "cpu/base/dispatch.h"
 #include "cpu/base/vec_math.h"
 #include "cpu/kernels.h"
@@ -30,12 +31,6 @@ namespace {
 
 constexpr int kMinPackedRows = 12;  // of a tile; for fewer rows packing costs more than it gains
 constexpr int kRowBuffers = kQueryTileRows + kMaxBlockRows;
-
-inline Vec lane_numbers() {
-  Vec lanes;
-  for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(i);
-  return lanes;
-}
 
 // One task's state, about 1.1 MiB of stack.
 template <typename Cache>
@@ -250,7 +245,7 @@ class PagedAttentionTask {
       const VisibleRange visible = visible_[query];
       if (visible.begin >= visible.end) continue;
       for (int word = 0; word < kKvBlockWords; ++word) {
-        const uint32_t keep = word_mask(word, visible);
+        const uint32_t keep = word_mask<Cache>(word, visible);
         for (int d = 0; d < stride_; d += kLanes) {
           const VecUint bits = as_bits(load(loader_.staged + word * stride_ + d)) & keep;
           store(loader_.packed + word * stride_ + d, as_float(bits));
@@ -264,19 +259,6 @@ class PagedAttentionTask {
         std::memcpy(out_ + row * stride_, out, sizeof(float) * rows * stride_);
       }
     }
-  }
-
-  struct VisibleRange {
-    int begin, end;  // tokens of the KV block
-  };
-
-  // A mask of the bits of a packed V word that belong to visible tokens.
-  static uint32_t word_mask(int word, VisibleRange visible) {
-    const auto is_visible = [&](int token) {
-      return token >= visible.begin && token < visible.end;
-    };
-    if constexpr (!kPairs<Cache>) return is_visible(word) ? ~0u : 0u;
-    return (is_visible(2 * word) ? 0xffffu : 0u) | (is_visible(2 * word + 1) ? 0xffff0000u : 0u);
   }
 
   bool any_visible(int query) const { return visible_[query].begin < visible_[query].end; }
@@ -402,7 +384,8 @@ class PagedAttentionTask {
       score = modify_scores(p_, tile.first_head + head, score,
                             [&] { return numbers + splat(position); });
       score = select(is_visible(numbers, visible), score, splat(-kInfinity));
-      if (p_.tree_mask.any()) score = masked_by_tree(tile, query, first + token, score);
+      if (p_.tree_mask.any())
+        score = masked_by_tree(p_.tree_mask, tile, query, first + token, score);
       lane_max = maximum(score, lane_max);
       store(probs + token, score);
     }
@@ -423,23 +406,6 @@ class PagedAttentionTask {
       store(probs + token, prob);
     }
     update_row(row, new_max, sums, zeros);
-  }
-
-  // -inf for tokens [token, token + kLanes) of the sequence that the tree mask hides.
-  Vec masked_by_tree(const QueryTile& tile, int query, int32_t token, Vec score) const {
-    const int32_t index = tile.first_position + query - tile.first_new;
-    const int32_t visible = tile.first_new - token;  // lanes before the query tokens
-    for (int32_t lane = visible > 0 ? visible : 0; lane < kLanes; ++lane) {
-      const int32_t other = lane - visible;
-      if (!p_.tree_mask.is_visible(tile.first_token + query, index, other))
-        score[lane] = -kInfinity;
-    }
-    return score;
-  }
-
-  static VecInt is_visible(Vec numbers, VisibleRange visible) {
-    return (VecInt)(numbers >= splat(static_cast<float>(visible.begin))) &
-           (VecInt)(numbers < splat(static_cast<float>(visible.end)));
   }
 
   // q . k of tokens [token, token + kLanes).

@@ -65,6 +65,23 @@ __device__ __forceinline__ void upcast4<ScaledInt8>(uint32_t bytes, uint32_t& lo
   upcast4<int8_t>(bytes, low, high);
 }
 
+// Upcasts two registers of V in 8 bits to an operand of O^T = V^T P^T. kRows: a register has 2
+// tokens of 2 dimensions, else 4 tokens of one dimension.
+template <typename Cache, bool kRows>
+__device__ __forceinline__ void upcast_values(const uint32_t (&from)[4], int first,
+                                              uint32_t (&to)[4]) {
+  if constexpr (kRows) {
+    // Both tokens of the even dimension, then of the odd one.
+    const uint32_t low = __byte_perm(from[first], 0, 0x3120);
+    const uint32_t high = __byte_perm(from[first + 1], 0, 0x3120);
+    upcast4<Cache>(low, to[0], to[1]);
+    upcast4<Cache>(high, to[2], to[3]);
+  } else {
+    upcast4<Cache>(from[first], to[0], to[2]);
+    upcast4<Cache>(from[first + 1], to[1], to[3]);
+  }
+}
+
 // Upcasts four bytes of int4 elements to fp16: n - 8 of each low half, and 16 (n - 8) of each high
 // half. Pairs are of bytes 0 and 2, and of bytes 1 and 3: then a mask moves nothing. The fp16
 // number 0x6400 | m is 1024 + m, where m is n or 16 n.

@@ -23,54 +23,13 @@
 // fetches pages into L2. No page is read before the wait, unless PagedAttentionParams::kv_ready
 // promises that pages, tables and lengths are written.
 #pragma once
-#include <cuda.h>
-
-#include <algorithm>
-#include <bit>
-#include <stdexcept>
-#include <string>
-
-#include "cuda/attention/common/heuristics.h"
-#include "cuda/attention/common/kv_smem_layout.cuh"
+#include "cuda/attention/common/kv_pipeline_layout.cuh"
 #include "cuda/attention/common/token_scales.cuh"
-#include "cuda/base/fast_divmod.cuh"
 #include "cuda/base/launch.cuh"
 #include "cuda/base/prefetch.cuh"
 #include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
-
-struct PipelineLayout {
-  int stages;          // of one pipeline, 2 .. kMaxPipelineStages
-  int key_offset;      // bytes from a stage's V to its K
-  int stage_bytes;     // a multiple of 128; of 1024 in form kSwizzledRows
-  int page_shift;      // log2 of the tokens of a page
-  int pages_shift;     // log2 of the pages of a stage; 0 where a page is longer
-  int page_bytes;      // K or V of one head: bytes of a page, of a stage's share of it, or of a box
-  int page_stride;     // bytes in shared memory from one page's (or box's) K to the next
-  int columns;         // kSwizzledRows: columns of 128 bytes in a row
-  int chunks;          // kSwizzledRows: 16-byte chunks in a row
-  bool by_lanes;       // kSwizzledRows, sm_90 on, not kShared: no TMA boxes, lanes copy 16 bytes
-  uint8_t line_shift;  // kSwizzledRows: log2 of the tokens of a 128-byte line, 0 or 1
-  bool uses_tma_boxes;  // kPlainRows: a head's page is not contiguous in global memory
-  FastDivisor chunk_divisor;
-  int copy_stages;  // stages that a warp's lanes start together; unused in form kPackedBoxes
-  int copy_lanes;   // lanes per stage: its pages; kSwizzledRows: pages x columns x {K, V}
-  FastDivisor lane_divisor;  // by copy_lanes
-  // Strides between pages and between heads, in units of 16 bytes.
-  uint32_t key_block, key_head, value_block, value_head;
-};
-
-// Tensor maps of K and V, for forms that copy TMA boxes (sm_90 and later).
-struct KvTensorMaps {
-  CUtensorMap key, value;
-};
-
-// Forms in which a page of a head, or a stage's share of it, is contiguous in shared memory. It is
-// also contiguous in global memory, unless PipelineLayout::uses_tma_boxes says otherwise.
-constexpr bool is_whole(KvForm form) {
-  return form == KvForm::kPackedPages || form == KvForm::kPlainRows;
-}
 
 // Whether a stage consists of full pages, as prefetch_page() needs.
 template <KvForm kForm, int kTokens>
@@ -432,29 +391,19 @@ class KvPipeline {
     return stages_address_ + layout_.stages * layout_.stage_bytes +
            stage * token_scale_bytes(kTokens, kScaleArrays<Cache>);
   }
-  // Copies the scales of a stage that begins at token `first`; lane `page` of blocks_ has its first
-  // page. All lanes call it; a lane copies the scales of 4 tokens.
+  // In kv_pipeline_copies.cuh.
   __device__ __forceinline__ void copy_scales(const PagedAttentionParams& p, int stage, int page,
-                                              int first) const {
-    constexpr int kChunks = kTokens / 4;
-    const int token = lane_ % kChunks * 4;
-    const int of_page = token >> layout_.page_shift & (1 << layout_.pages_shift) - 1;
-    const int32_t block = __shfl_sync(0xffffffffu, blocks_, page + of_page);
-    const TokenScales& scales = p.token_scales;
-    constexpr int kLanes = kScaleArrays<Cache> * kChunks;
-    const bool is_value = kHasZeros<Cache> ? lane_ / kChunks % 2 != 0 : lane_ >= kChunks;
-    if (static_cast<uint32_t>(block) >= p.kv.num_blocks || lane_ >= kLanes) return;
-    const float* page_scales = is_value ? scales.value + scales.value_offset(block, kv_head_)
-                                        : scales.key + scales.key_offset(block, kv_head_);
-    if constexpr (kHasZeros<Cache>) {
-      if (lane_ >= 2 * kChunks) {
-        page_scales = is_value ? scales.value_zero + scales.value_offset(block, kv_head_)
-                               : scales.key_zero + scales.key_offset(block, kv_head_);
-      }
-    }
-    copy16_async(scales_of(stage) + lane_ * 16,
-                 page_scales + (first + token & (1 << layout_.page_shift) - 1));
-  }
+                                              int first) const;
+  __device__ __forceinline__ void copy_pages(const PagedKv& kv, uint32_t stage, uint32_t barrier,
+                                             int page, int pages, int32_t block, bool is_valid,
+                                             uint32_t lanes);
+  __device__ __forceinline__ void copy_rows(const PagedKv& kv, uint32_t stage, uint32_t barrier,
+                                            int page, int32_t block, bool is_valid);
+  __device__ __forceinline__ void copy_chunks(const PagedKv& kv, uint32_t stage, uint32_t barrier,
+                                              int32_t block, bool is_valid);
+  __device__ __forceinline__ void copy_boxes(const PagedKv& kv, uint32_t stage, uint32_t barrier,
+                                             int32_t block, bool is_valid);
+
   // All lanes call this after their 16-byte copies.
   __device__ __forceinline__ void arrive_copies(uint32_t barrier) const {
     barrier_arrive_copies(barrier);
@@ -496,122 +445,6 @@ class KvPipeline {
   }
 #endif
 
-  __device__ __forceinline__ void copy_pages(const PagedKv& kv, uint32_t stage, uint32_t barrier,
-                                             int page, int pages, int32_t block, bool is_valid,
-                                             uint32_t lanes) {
-    const int bytes = layout_.page_bytes;
-    const char* key = key_page(block);
-    const char* value = value_page(block);
-    if constexpr (kForm == KvForm::kPlainRows) {
-      key += skipped_bytes(first_token_);
-      value += skipped_bytes(first_token_);
-    }
-    const uint32_t key_to = stage + layout_.key_offset + page * layout_.page_stride;
-    const uint32_t value_to = stage + page * bytes;
-#if defined(VLLM_KERNELS_HAS_SM90)
-    if (lane_ == 0) {
-      barrier_expect(barrier, 2 * bytes * __popc(lanes & (1u << pages) - 1));
-    }
-    if (is_valid && lane_ < pages) {
-      copy_page(key_to, value_to, key, value, line_of(first_token_), block, barrier);
-    }
-#else
-    // The lanes of a page copy it together.
-    if (is_valid) {
-      for (int byte = lane_ / pages * 16; byte < bytes; byte += 32 / pages * 16) {
-        copy16_async(key_to + byte, key + byte);
-        copy16_async(value_to + byte, value + byte);
-      }
-    }
-    arrive_copies(barrier);
-#endif
-  }
-
-  __device__ __forceinline__ void copy_rows(const PagedKv& kv, uint32_t stage, uint32_t barrier,
-                                            int page, int32_t block, bool is_valid) {
-    if (!bulk(layout_)) return copy_chunks(kv, stage, barrier, block, is_valid);
-#if defined(VLLM_KERNELS_HAS_SM90)
-    // Each lane copies one column of K or V of one page.
-    const bool is_value = lane_ & 1;
-    const int column = lane_ >> 1 >> layout_.pages_shift;
-    const bool copies = is_valid && column < layout_.columns;
-    const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
-    if (lane_ == 0) barrier_expect(barrier, count * box_bytes());
-    if (copies) {
-      tma_copy_box(stage + (is_value ? 0 : layout_.key_offset) + column * kColumnStride<kTokens> +
-                       page * box_bytes(),
-                   is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / 2),
-                   line_of(first_token_), kv_head_, block, barrier, policy_);
-    }
-#endif
-  }
-
-  // Adjacent lanes copy adjacent chunks of a row.
-  __device__ __forceinline__ void copy_chunks(const PagedKv& kv, uint32_t stage, uint32_t barrier,
-                                              int32_t block, bool is_valid) {
-    const int page_mask = (1 << layout_.page_shift) - 1;
-#pragma unroll 1
-    for (int first = 0; first < kTokens * layout_.chunks; first += 32) {
-      const int row = layout_.chunk_divisor.divide(first + lane_);
-      const int chunk = first + lane_ - row * layout_.chunks;
-      const int of_row = row >> layout_.page_shift & (1 << layout_.pages_shift) - 1;
-      const int32_t row_block = __shfl_sync(0xffffffffu, block, of_row);
-      const bool row_is_valid = __shfl_sync(0xffffffffu, is_valid, of_row);
-      if (!row_is_valid || row >= kTokens || first_token_ + row >= seq_len_) continue;
-      const int64_t token = first_token_ + row & page_mask;
-      const uint32_t to = stage + chunk / 8 * kColumnStride<kTokens> + row * kColumnBytes +
-                          ((chunk ^ row) % 8) * 16;
-      copy16_async(to + layout_.key_offset,
-                   key_page(row_block) + token * kv.key_token_stride * kBytes + chunk * 16);
-      copy16_async(to, value_page(row_block) + token * kv.value_token_stride * kBytes + chunk * 16);
-    }
-    arrive_copies(barrier);
-  }
-
-  // Form kPackedBoxes: boxes of kTokensOfBox tokens, cut from longer pages of layout vllm.
-  __device__ __forceinline__ void copy_boxes(const PagedKv& kv, uint32_t stage, uint32_t barrier,
-                                             int32_t block, bool is_valid) {
-    constexpr int kTokensOfBox = kBoxTokens<Cache, kTokens>;
-    const int page_mask = (1 << layout_.page_shift) - 1;
-#if defined(VLLM_KERNELS_HAS_SM90)
-    // Each lane copies K or V of one box.
-    const bool is_value = lane_ & 1;
-    const int box_index = lane_ >> 1;
-    const int token = first_token_ + kTokensOfBox * box_index & page_mask;
-    const bool copies = is_valid && box_index < kTokens / kTokensOfBox;
-    const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
-    if (lane_ == 0) barrier_expect(barrier, layout_.page_bytes * count);
-    if (copies) {
-      tma_copy_box(stage + (is_value ? box_index * layout_.page_bytes
-                                     : layout_.key_offset + box_index * layout_.page_stride),
-                   is_value ? &maps_.value : &maps_.key,
-                   token * (is_value ? static_cast<int>(kBytes) : 16) / 2, 0, kv_head_, block,
-                   barrier, policy_);
-    }
-#else
-    const int token = first_token_ & page_mask;  // the page contains the whole stage
-    const char* key = key_page(block) + token * 16;
-    const char* value = value_page(block) + token * kBytes;
-    constexpr int kChunks = kTokens * sizeof(Cache) / 16;  // 16-byte chunks in a stage's row of V
-    constexpr int kBoxChunks =
-        kTokensOfBox * sizeof(Cache) / 16;                     // 16-byte chunks in a box's row of V
-    const int chunks = is_valid ? kv.head_size * kChunks : 0;  // of K; V has as many
-    constexpr int kUnroll = kHasZeros<Cache> ? 1 : 2;          // zeros leave fewer registers
-#pragma unroll kUnroll
-    for (int i = lane_; i < chunks; i += 32) {
-      const int t = i % kTokens, chunk = i / kTokens;
-      copy16_async(stage + layout_.key_offset + t / kTokensOfBox * layout_.page_stride +
-                       (chunk * kTokensOfBox + t % kTokensOfBox) * 16,
-                   key + chunk * kv.key_chunk_stride * kBytes + t * 16);
-      const int d = i / kChunks, at = i % kChunks;
-      copy16_async(
-          stage + at / kBoxChunks * layout_.page_bytes + (d * kBoxChunks + at % kBoxChunks) * 16,
-          value + d * kv.value_dim_stride * kBytes + at * 16);
-    }
-    arrive_copies(barrier);
-#endif
-  }
-
   const PipelineLayout& layout_;
   const KvTensorMaps& maps_;
   uint32_t stages_address_;
@@ -639,52 +472,6 @@ class KvPipeline {
 #endif
 };
 
-// Sets both layouts, except for the number of stages.
-template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm>
-void set_stage_layout(const PagedKv& kv, PipelineLayout& pipeline, KvStageLayout& layout) {
-  constexpr int kBytes = sizeof(Cache), kShift = kStageShift<kTokens>;
-  pipeline.page_shift = std::bit_width(static_cast<uint32_t>(kv.block_size)) - 1;
-  pipeline.pages_shift = std::max(0, kShift - pipeline.page_shift);
-  layout.page_tokens =
-      kForm == KvForm::kPackedBoxes ? kBoxTokens<Cache, kTokens> : std::min(kv.block_size, 16);
-  pipeline.page_bytes = layout.page_bytes = kv.head_size * layout.page_tokens * kBytes;
-  pipeline.page_stride = layout.page_stride = kMaxHeadSize * layout.page_tokens * kBytes;
-  pipeline.columns = row_columns(kv.head_size, kBytes);
-  pipeline.chunks = kv.head_size * kBytes / 16;
-  pipeline.chunk_divisor = FastDivisor(std::max(1, pipeline.chunks));
-  const StageBytes bytes =
-      stage_bytes(kv, kForm, kMaxHeadSize, kTokens, current_device_model().architecture);
-  pipeline.line_shift = static_cast<uint8_t>(bytes.line_shift);
-  pipeline.key_offset = bytes.key_offset;
-  pipeline.stage_bytes = bytes.total;
-  pipeline.by_lanes =
-      kv.block_size == 1 || kv.head_size * kBytes << pipeline.line_shift < kColumnBytes;
-  pipeline.copy_lanes = (is_whole(kForm) ? 1 : 2 * pipeline.columns) << pipeline.pages_shift;
-  pipeline.copy_stages = 32 / pipeline.copy_lanes;
-  pipeline.lane_divisor = FastDivisor(pipeline.copy_lanes);
-  if (kForm == KvForm::kSwizzledRows) {
-    layout.key_step = layout.value_step = 16 * kColumnBytes >> pipeline.line_shift;
-    layout.key_half = layout.value_half = 32 * kColumnBytes >> pipeline.line_shift;
-  } else if (kForm == KvForm::kPlainRows) {
-    constexpr int kRowBytes = kMaxHeadSize * kBytes;
-    pipeline.uses_tma_boxes = !rows_are_contiguous(kv);
-    pipeline.page_bytes = pipeline.page_stride = std::min(kv.block_size, kTokens) * kRowBytes;
-    layout.key_step = layout.value_step = 16 * kRowBytes;
-    layout.key_half = layout.value_half = 32 * kRowBytes;
-  } else {
-    const bool within = layout.page_tokens == 32;  // the next 16 tokens are in the same page
-    layout.key_step = within ? 16 * 16 : pipeline.page_stride * 16 / layout.page_tokens;
-    layout.value_step = within ? 16 * kBytes : pipeline.page_bytes * 16 / layout.page_tokens;
-    layout.key_half = 32 / layout.page_tokens * pipeline.page_stride;
-    layout.value_half = 32 / layout.page_tokens * pipeline.page_bytes;
-  }
-  const auto in_16_bytes = [](int64_t stride) {
-    return static_cast<uint32_t>(stride * kBytes / 16);
-  };
-  pipeline.key_block = in_16_bytes(kv.key_block_stride);
-  pipeline.key_head = in_16_bytes(kv.key_head_stride);
-  pipeline.value_block = in_16_bytes(kv.value_block_stride);
-  pipeline.value_head = in_16_bytes(kv.value_head_stride);
-}
-
 }  // namespace vllm_kernels::cuda
+
+#include "cuda/attention/common/kv_pipeline_copies.cuh"

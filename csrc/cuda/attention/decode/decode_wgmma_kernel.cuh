@@ -23,6 +23,7 @@
 #include "cuda/attention/common/tensor_maps.cuh"
 #include "cuda/attention/common/unowned_rows.cuh"
 #include "cuda/attention/decode/decode_wgmma_epilogue.cuh"
+#include "cuda/attention/decode/query_rows.cuh"
 #include "cuda/attention/decode/tile_scheduler.cuh"
 #include "cuda/attention/decode/warpgroup_mma.cuh"
 #include "cuda/base/launch.cuh"
@@ -219,7 +220,9 @@ __device__ __forceinline__ void attend(
                (work_tile.sequence.first_query + query_row.token) * p.query_stride +
                static_cast<int64_t>(query_row.head) * p.kv.head_size;
       };
-      mma.template store_query<Query>(start, row_scales, consumer * 128 + thread, kConsumers * 128);
+      store_query_rows<Cache, kMaxHeadSize, Query>(start, mma.tiles * 8, mma.head_size, mma.query,
+                                                   row_scales, consumer * 128 + thread,
+                                                   kConsumers * 128);
     };
     barrier.wait<0>();  // the previous tile's partials, in the same scratch, have been read
     if constexpr (Mma::kCacheIs16Bit) {

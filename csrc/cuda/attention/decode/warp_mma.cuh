@@ -262,15 +262,8 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
             upcast_nibbles(loaded[2 * half], a[0], a[kSecond], b[0], b[kSecond]);
             upcast_nibbles(loaded[2 * half + 1], a[kThird], a[3], b[kThird], b[3]);
             multiply(2 * (k + half) + 1, b);
-          } else if constexpr (kRows) {
-            // 2 tokens x 2 dimensions -> both tokens of the even dimension, then of the odd one.
-            const uint32_t low = __byte_perm(loaded[2 * half], 0, 0x3120);
-            const uint32_t high = __byte_perm(loaded[2 * half + 1], 0, 0x3120);
-            upcast4<Cache>(low, a[0], a[1]);
-            upcast4<Cache>(high, a[2], a[3]);
           } else {
-            upcast4<Cache>(loaded[2 * half], a[0], a[2]);
-            upcast4<Cache>(loaded[2 * half + 1], a[1], a[3]);
+            upcast_values<Cache, kRows>(loaded, 2 * half, a);
           }
           multiply(kHalves * (k + half), a);
         }

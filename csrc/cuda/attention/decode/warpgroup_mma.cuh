@@ -13,6 +13,8 @@
 #pragma once
 #include "cuda/attention/common/wgmma.cuh"
 #include "cuda/attention/decode/warp_mma.cuh"
+#include "cuda/attention/decode/warpgroup_barrier.cuh"
+#include "cuda/attention/decode/warpgroup_values.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -22,16 +24,17 @@ constexpr int kStageTokens = kWgmmaStageTokens;
 
 // kMaxTiles: tiles of 8 query rows, 4 or 8.
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, KvForm kForm>
-struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
-  using Addresses = KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm>;
-  using Addresses::key_at, Addresses::load_value, Addresses::order_probs, Addresses::token_of,
-      Addresses::value_masks;
+struct WarpgroupMma : WarpgroupValues<Cache, kMaxHeadSize, kStageTokens, kForm> {
+  using Addresses = WarpgroupValues<Cache, kMaxHeadSize, kStageTokens, kForm>;
+  using Addresses::key_at, Addresses::kHalves, Addresses::load_values, Addresses::mask_values,
+      Addresses::order_probs, Addresses::token_of;
+  template <int kCount>
+  using Values = typename Addresses::template Values<kCount>;
   static constexpr int kTokens = kStageTokens;
   static constexpr bool kCacheIs16Bit = Addresses::kCacheIs16Bit, kRows = Addresses::kRows;
   static constexpr bool kScaled = kHasTokenScales<Cache>;
   using Element = std::conditional_t<kCacheIs16Bit, Cache, __half>;
   static constexpr int kSteps = kMaxHeadSize / 16;
-  static constexpr int kHalves = kMaxHeadSize / 64;  // groups of 64 dimensions
   static constexpr int kTiles = kMaxTiles;
   static constexpr int kConsumers = wgmma_consumers(kMaxTiles);
   static constexpr int kGroups = kTokens / 16;
@@ -53,12 +56,11 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
   float softmax_scale_log2;  // kReloads
   int head_size;
   int tiles;       // of 8 rows, in use: 2, 4 or 8
-  uint32_t query;  // shared memory: [D / 8][rows][8], scaled if the cache is 8-bit
+  uint32_t query;  // shared memory: [D / 8][rows][8] (query_rows.cuh)
   uint32_t probs;  // the consumer's shared memory: P^T [64 / 8][rows][8], one or two buffers
   uint32_t iteration = 0;  // which of two P^T buffers is next
   int consumer;
-  int warp_in_consumer;             // 0 .. 3
-  uint32_t value_base, value_half;  // bytes: this lane's V; from there to the next 64 dimensions
+  int warp_in_consumer;  // 0 .. 3
 
   static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
     return tile * 8 + (lane % 4) * 2 + j;
@@ -66,98 +68,17 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
 
   __device__ __forceinline__ void set_addresses(const KvStageLayout& layout, int lane) {
     Addresses::set_addresses(layout, lane);
-    // 8-bit: the upper 16 lanes load the next 64 dimensions, or the next 16 tokens if D = 64.
-    const int upper = lane >> 4;
-    if constexpr (kCacheIs16Bit && kRows) {
-      value_base = this->value_row + (this->value_chunk ^ warp_in_consumer * 32);
-      value_half = kColumnStride<kTokens>;
-    } else if constexpr (kCacheIs16Bit) {
-      value_base = this->value_row + warp_in_consumer * this->value_step;
-      value_half = 4 * this->value_step;
-    } else if constexpr (kRows) {
-      const int dim_block = kHalves == 2 ? warp_in_consumer + 4 * upper : warp_in_consumer;
-      value_base = this->value_row + (this->value_chunk ^ (upper ^ dim_block) * 16);
-    } else {
-      const int dimension = warp_in_consumer * 16 + (kHalves == 2 ? 64 * upper : 0) + lane % 16;
-      value_base = dimension * layout.page_tokens;
-    }
-    if (!kCacheIs16Bit && kHalves == 1) value_base += upper * layout.value_step;
+    Addresses::set_value_base(layout, lane, warp_in_consumer);
     // From here on key_row includes the offset of this warp's 16 tokens.
     this->key_row = opaque(this->key_row + key_group(layout, warp_in_consumer));
-    if (!kCacheIs16Bit) value_base = opaque(value_base);
   }
 
   // Byte offset of group i of 16 tokens.
   static __device__ __forceinline__ uint32_t key_group(const KvStageLayout& layout, int i) {
     return (i & 1) * layout.key_step + (i >> 1) * layout.key_half;
   }
-  static __device__ __forceinline__ uint32_t value_group(const KvStageLayout& layout, int i) {
-    return (i & 1) * layout.value_step + (i >> 1) * layout.value_half;
-  }
 
-  // Threads 0 .. count - 1 store the query, 4 threads per row. start(row) points to a query row of
-  // type Query; null for no row.
-  template <typename Query, typename Start>
-  __device__ __forceinline__ void store_query(const Start& start, uint32_t scales, int thread,
-                                              int count) const {
-    const int rows = tiles * 8;
-    const int quarter = thread & 3;
-#pragma unroll 1
-    for (int row = thread >> 2; row < rows; row += count >> 2) {
-      const Query* from = start(row);
-      // Thread `quarter` of a row takes chunks quarter, quarter + 4, ... of 16 dimensions.
-      uint4 low[kSteps / 4], high[kSteps / 4];
-#pragma unroll
-      for (int i = 0; i < kSteps / 4; ++i) {
-        const int d = (i * 4 + quarter) * 16;
-        low[i] = high[i] = uint4{0, 0, 0, 0};
-        if (from != nullptr && d < head_size) low[i] = load8(from + d);
-        if (from != nullptr && d + 8 < head_size) high[i] = load8(from + d + 8);
-      }
-      if constexpr (!kCacheIs16Bit) {
-        float largest = 0.0f;
-        const auto each = [&](uint4& eight, const auto& action) {
-          uint32_t* words = &eight.x;
-#pragma unroll
-          for (int w = 0; w < 4; ++w) action(words[w]);
-        };
-        const auto element = [](uint32_t pair, int j) {
-          return to_float(bits_as<Query>(static_cast<uint16_t>(j ? pair >> 16 : pair)));
-        };
-#pragma unroll
-        for (int i = 0; i < kSteps / 4; ++i) {
-          const auto raise = [&](uint32_t pair) {
-            largest = fmaxf(largest, fmaxf(fabsf(element(pair, 0)), fabsf(element(pair, 1))));
-          };
-          each(low[i], raise);
-          each(high[i], raise);
-        }
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        const auto [factor, inverse] = query_scale(largest);
-        if (quarter == 0) store_shared(scales + row * 4, inverse);
-#pragma unroll
-        for (int i = 0; i < kSteps / 4; ++i) {
-          const auto convert = [&](uint32_t& pair) {
-            pair = pack2<__half>(element(pair, 0) * factor, element(pair, 1) * factor);
-          };
-          each(low[i], convert);
-          each(high[i], convert);
-          // k slots {2j, 2j+1, 2j+8, 2j+9} are elements 4j .. 4j+3.
-          const uint4 a = low[i], b = high[i];
-          low[i] = uint4{a.x, a.z, b.x, b.z};
-          high[i] = uint4{a.y, a.w, b.y, b.w};
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kSteps / 4; ++i) {
-        const uint32_t to = query + ((i * 4 + quarter) * 2 * rows + row) * 16;
-        store_shared(to, low[i]);
-        store_shared(to + rows * 16, high[i]);
-      }
-    }
-  }
-  // After all threads have stored the query.
+  // After all threads have called store_query_rows().
   __device__ __forceinline__ void load_scales(uint32_t scales, float to_log2, int lane) {
     if constexpr (kReloads) {
       row_scales = scales;
@@ -189,30 +110,10 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     }
   }
 
-#define VLLM_KERNELS_CONSUMER_BARRIER(any, mine, kind, number)                          \
-  asm volatile(                                                                         \
-      "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %1, 0;\n"                            \
-      "barrier.cta.red.or.pred.aligned any, %2, 128, mine;\nselp.b32 %0, 1, 0, any;\n}" \
-      : "=r"(any)                                                                       \
-      : "r"(static_cast<uint32_t>(mine)), kind(number)                                  \
-      : "memory")
   // Barrier of the consumer's 4 warps that returns whether any thread passes true.
   __device__ __forceinline__ bool consumer_any(bool mine) const {
-    uint32_t any;
-#if defined(VLLM_KERNELS_RACECHECK)  // racecheck only knows barriers with constant ids
-    if (consumer == 0) {
-      VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "n", 1);
-    } else if (kConsumers == 2 || consumer == 1) {
-      VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "n", 2);
-    } else {
-      VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "n", 3);
-    }
-#else
-    VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "r", consumer + 1);
-#endif
-    return any != 0;
+    return warpgroup_any<kConsumers>(consumer, mine);
   }
-#undef VLLM_KERNELS_CONSUMER_BARRIER
   __device__ __forceinline__ void consumer_barrier() const { consumer_any(false); }
 
   // Raises row_max of all rows to the largest score of the 4 warps, and rescales. `scratch`: 16
@@ -258,43 +159,6 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     consumer_barrier();  // all warps have read scratch
   }
 
-  // This lane's fragments of V for kCount groups of 16 tokens.
-  template <int kCount>
-  struct Values {
-    static constexpr int kLoads = kCacheIs16Bit ? kCount * kHalves : kCount * kHalves / 2;
-    uint32_t data[kLoads][4];
-  };
-  template <int kCount>
-  __device__ __forceinline__ void load_values(Values<kCount>& values, int first, uint32_t value,
-                                              const KvStageLayout& layout) const {
-#pragma unroll
-    for (int i = 0; i < Values<kCount>::kLoads; ++i) {
-      // Past the head size this reads arbitrary data; the outputs there are not used.
-      uint32_t at = value + value_base;
-      if constexpr (kCacheIs16Bit) {
-        at += value_group(layout, first + i / kHalves) + i % kHalves * value_half;
-      } else {
-        at += value_group(layout, first + (kHalves == 2 ? i : 2 * i));
-      }
-      load_value(values.data[i], at);
-    }
-  }
-  template <int kCount>
-  static __device__ __forceinline__ void mask_values(Values<kCount>& values, int first,
-                                                     uint64_t tokens, int lane) {
-#pragma unroll
-    for (int i = 0; i < Values<kCount>::kLoads; ++i) {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        // 8-bit, 64 dimensions: the upper two registers are of the next 16 tokens.
-        const int group = first + (kCacheIs16Bit ? i / kHalves : kHalves == 2 ? i : 2 * i + w / 2);
-        uint32_t masks[2];
-        value_masks(masks, static_cast<uint32_t>(tokens >> 16 * group), lane);
-        values.data[i][w] &= masks[kCacheIs16Bit ? w / 2 : w % 2];
-      }
-    }
-  }
-
   // O^T += V^T P^T for kCount groups of 16 tokens, from group `first` on.
   template <int kUsed, int kCount>
   __device__ __forceinline__ void accumulate(const Values<kCount>& values, uint32_t stored,
@@ -320,16 +184,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             uint32_t (&to)[4] = a[kHalves == 2 ? i : 2 * i + half][kHalves == 2 ? half : 0];
-            if constexpr (kRows) {
-              // 2 tokens x 2 dimensions -> both tokens of the even dimension, then of the odd one.
-              const uint32_t low = __byte_perm(from[2 * half], 0, 0x3120);
-              const uint32_t high = __byte_perm(from[2 * half + 1], 0, 0x3120);
-              upcast4<Cache>(low, to[0], to[1]);
-              upcast4<Cache>(high, to[2], to[3]);
-            } else {
-              upcast4<Cache>(from[2 * half], to[0], to[2]);
-              upcast4<Cache>(from[2 * half + 1], to[1], to[3]);
-            }
+            upcast_values<Cache, kRows>(from, 2 * half, to);
             warpgroup_fence_operand(to);
           }
         }
@@ -609,14 +464,6 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
                      float4{values[0], values[1], values[2], values[3]});
       }
     }
-  }
-
- private:
-  template <typename Query>
-  static __device__ __forceinline__ uint4 load8(const Query* from) {
-    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) return *reinterpret_cast<const uint4*>(from);
-    const auto* pairs = reinterpret_cast<const uint32_t*>(from);
-    return uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
   }
 };
 

@@ -8,7 +8,7 @@
 //
 // The decode kernel has the grid, the roles of warps and the early reads. With a 16-bit cache, the
 // new tokens' positions are read early, too.
-#include "cuda/attention/decode/decode_kernel.cuh"
+#include "cuda/attention/decode/decode_launch.cuh"
 #include "cuda/attention/dispatch.h"
 #include "cuda/attention/fused_decode/new_token.cuh"
 #include "cuda/launchers.h"

@@ -1,0 +1,97 @@
+// Launches of the decode kernels. Host code: the kernel's shape from the KernelChoice, and the
+// instantiation that it names.
+#pragma once
+#include <algorithm>
+#include <stdexcept>
+
+#include "cuda/attention/decode/decode_kernel.cuh"
+
+namespace vllm_kernels::cuda {
+
+// Launches kKernel, whose parameters are p, DecodeShape, KvTensorMaps, workspace and `more`.
+template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, auto kKernel,
+          typename... More>
+void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& choice,
+                          const DecodeWorkspace& workspace, void* stream, const More&... more) {
+  constexpr int kTokens = 16 * kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
+  constexpr int kShift = kStageShift<kTokens>;
+  const int ctas = static_cast<int>(choice.grid.x);
+  const int consumers = choice.warps >> choice.consumer_shift;
+  constexpr int kMaxStored = kMaxHeadSize / kValuesOf<Cache>;
+  DecodeShape shape;
+  set_stage_layout<Cache, kMaxStored, kTokens, kForm>(p.kv, shape.pipeline, shape.stage_layout);
+  shape.pipeline.stages = choice.stages;
+  shape.consumer_shift = choice.consumer_shift;
+  shape.warp_shift = choice.warp_shift;
+  shape.combine_rows = choice.combine_rows;
+  shape.fours = FastDivisor(p.head_size() / 4);
+  shape.cap = score_cap(p.softcap);
+  shape.work = work_shape(p, choice.row_shift(), kShift, ctas, p.head_size());
+  shape.work.min_split_stages = std::max(1, consumers >> (kShift - 4));
+  shape.work.combine_share = consumers;
+  shape.work.max_split_share = kMaxSplitShare * choice.ctas_per_sm;
+  check_shared_memory<kKernel>("paged_attention", choice);
+  launch_kernel("paged_attention", kKernel, dim3(ctas), dim3(choice.warps * 32),
+                choice.shared_bytes, stream, p, shape,
+                kv_tensor_maps<Cache, kTokens, kForm>(p.kv, shape.pipeline.line_shift), workspace,
+                more...);
+}
+
+// The instantiation that `choice` names.
+template <typename Cache>
+void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelChoice& choice,
+                                  const DecodeWorkspace& workspace, void* stream) {
+  const auto launch_one = [&](auto form, auto head_size, auto multi_warp) {
+    constexpr KvForm kForm = decltype(form)::value;
+    constexpr int kMaxHeadSize = decltype(head_size)::value;
+    constexpr bool kMultiWarp = decltype(multi_warp)::value;
+    launch_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm,
+                         paged_attention_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm>>(
+        p, choice, workspace, stream);
+  };
+  const auto with_head_size = [&](auto form, auto head_size) {
+    constexpr bool kWgmma = kHasWgmmaDecode<Cache, decltype(head_size)::value>;
+    if (!choice.multi_warp) return launch_one(form, head_size, std::false_type{});
+    if constexpr (kWgmma && kHasCodeForSm90a) {
+      if (choice.kernel == AttentionKernel::kDecodeWgmma) {
+        return launch_decode_wgmma<Cache, decltype(head_size)::value, decltype(form)::value>(
+            p, choice, workspace, stream);
+      }
+    }
+    if constexpr (!kWgmma || kHasCodeForOthers) {
+      launch_one(form, head_size, std::true_type{});
+    } else {
+      throw std::logic_error("paged_attention: the chosen decode kernel is not in this build");
+    }
+  };
+  const auto with_form = [&](auto form) {
+    if constexpr (!kHasZeros<Cache>) {
+      if (choice.padded_head_size == 64) return with_head_size(form, Constant<64>{});
+    }
+    if (choice.padded_head_size == 128) return with_head_size(form, Constant<128>{});
+    with_head_size(form, Constant<256>{});
+  };
+  const auto plain_rows = [&](auto head_size) {
+    launch_one(std::integral_constant<KvForm, KvForm::kPlainRows>{}, head_size, std::false_type{});
+  };
+  switch (choice.form) {
+    case KvForm::kPackedPages:
+      return with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});
+    case KvForm::kPackedBoxes:
+      return with_form(std::integral_constant<KvForm, KvForm::kPackedBoxes>{});
+    case KvForm::kSwizzledRows:
+      return with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
+    case KvForm::kPlainRows:
+      if constexpr (kHasZeros<Cache>) {
+        return plain_rows(Constant<128>{});
+      } else {
+        if (choice.padded_head_size == 80) return plain_rows(Constant<80>{});
+        if (choice.padded_head_size == 96) return plain_rows(Constant<96>{});
+        if (choice.padded_head_size == 112) return plain_rows(Constant<112>{});
+        if constexpr (sizeof(Cache) == 1) return plain_rows(Constant<192>{});
+      }
+      throw std::logic_error("paged_attention: no decode kernel has plain rows of this head size");
+  }
+}
+
+}  // namespace vllm_kernels::cuda
