@@ -9,6 +9,7 @@
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_smem_layout.cuh"
 #include "cuda/base/fast_divmod.cuh"
+#include "cuda/base/launch.cuh"
 #include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {

@@ -220,9 +220,7 @@ __device__ __forceinline__ void attend(
                (work_tile.sequence.first_query + query_row.token) * p.query_stride +
                static_cast<int64_t>(query_row.head) * p.kv.head_size;
       };
-      store_query_rows<Cache, kMaxHeadSize, Query>(start, mma.tiles * 8, mma.head_size, mma.query,
-                                                   row_scales, consumer * 128 + thread,
-                                                   kConsumers * 128);
+      store_query_rows<Query>(start, mma, row_scales, consumer * 128 + thread, kConsumers * 128);
     };
     barrier.wait<0>();  // the previous tile's partials, in the same scratch, have been read
     if constexpr (Mma::kCacheIs16Bit) {

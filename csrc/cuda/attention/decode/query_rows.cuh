@@ -16,13 +16,12 @@ __device__ __forceinline__ uint4 load8(const Query* from) {
 }
 
 // Threads 0 .. count - 1 store the query, 4 threads per row. start(row) points to a query row of
-// type Query; null for no row.
-template <typename Cache, int kMaxHeadSize, typename Query, typename Start>
-__device__ __forceinline__ void store_query_rows(const Start& start, int rows, int head_size,
-                                                 uint32_t query, uint32_t scales, int thread,
-                                                 int count) {
-  constexpr bool kCacheIs16Bit = sizeof(Cache) == 2;
-  constexpr int kSteps = kMaxHeadSize / 16;
+// type Query; null for no row. `scales`: of the rows, in shared memory.
+template <typename Query, typename Mma, typename Start>
+__device__ __forceinline__ void store_query_rows(const Start& start, const Mma& mma,
+                                                 uint32_t scales, int thread, int count) {
+  constexpr int kSteps = Mma::kSteps;
+  const int rows = mma.tiles * 8;
   const int quarter = thread & 3;
 #pragma unroll 1
   for (int row = thread >> 2; row < rows; row += count >> 2) {
@@ -33,10 +32,10 @@ __device__ __forceinline__ void store_query_rows(const Start& start, int rows, i
     for (int i = 0; i < kSteps / 4; ++i) {
       const int d = (i * 4 + quarter) * 16;
       low[i] = high[i] = uint4{0, 0, 0, 0};
-      if (from != nullptr && d < head_size) low[i] = load8(from + d);
-      if (from != nullptr && d + 8 < head_size) high[i] = load8(from + d + 8);
+      if (from != nullptr && d < mma.head_size) low[i] = load8(from + d);
+      if (from != nullptr && d + 8 < mma.head_size) high[i] = load8(from + d + 8);
     }
-    if constexpr (!kCacheIs16Bit) {
+    if constexpr (!Mma::kCacheIs16Bit) {
       float largest = 0.0f;
       const auto each = [&](uint4& eight, const auto& action) {
         uint32_t* words = &eight.x;
@@ -73,7 +72,7 @@ __device__ __forceinline__ void store_query_rows(const Start& start, int rows, i
     }
 #pragma unroll
     for (int i = 0; i < kSteps / 4; ++i) {
-      const uint32_t to = query + ((i * 4 + quarter) * 2 * rows + row) * 16;
+      const uint32_t to = mma.query + ((i * 4 + quarter) * 2 * rows + row) * 16;
       store_shared(to, low[i]);
       store_shared(to + rows * 16, high[i]);
     }
