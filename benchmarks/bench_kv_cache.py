@@ -93,7 +93,7 @@ def time_admissions(table: Table) -> None:
 def time_ledger(table: Table) -> None:
     """Calls of the ledger in C++: probes/ledger.cpp, compiled here."""
     root = Path(__file__).parents[1]
-    sources = [root / "benchmarks/probes/ledger.cpp", *(root / "csrc/kv_cache").glob("*.cpp")]
+    sources = [root / "benchmarks/probes/ledger.cpp", *(root / "csrc/kv_cache").rglob("*.cpp")]
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "ledger")
         compiler = ["g++", "-std=c++20", "-O2", "-I", root / "csrc"]

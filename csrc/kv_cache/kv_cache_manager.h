@@ -245,7 +245,8 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
 
   // Members that are `inline` in a .cpp run once an item. The class is exported, so a member that
   // is not inline is called through the linkage table and never inlined.
-  static constexpr size_t kPrefetchDistance = 12;  // batch items, or table entries
+  static constexpr size_t kPrefetchDistance = 12;       // batch items, or table entries
+  static constexpr int32_t kNone = PrefixCache::kNone;  // no node, or no block of a node
 
   std::unique_lock<std::mutex> lock() const;
   int64_t block_of(int64_t token) const noexcept {
@@ -269,9 +270,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
     const int64_t window = windows_[group];
     return window == kFullAttention || position < window ? 0 : block_of(position - window + 1);
   }
-  bool tracks_tokens(const Sequence& sequence) const noexcept {
-    return sequence.node != PrefixCache::kNone;
-  }
+  bool tracks_tokens(const Sequence& sequence) const noexcept { return sequence.node != kNone; }
   int64_t num_recorded(const Sequence& sequence) const noexcept {
     return sequence.num_hashed * block_tokens_ + static_cast<int64_t>(sequence.tail.size());
   }

@@ -17,7 +17,6 @@
 #include "kv_cache/errors.h"
 #include "kv_cache/kv_cache_manager.h"
 #include "python/kv_cache_arguments.h"
-#include "python/kv_cache_exceptions.h"
 #include "python/released_gil.h"
 
 namespace py = pybind11;
@@ -110,40 +109,6 @@ py::list events_of(const KVCacheManager& manager) {
   return events;
 }
 
-// Owns the tokens of a batch while the manager works without the GIL.
-class AppendInput {
- public:
-  AppendInput(py::handle tokens, const char* name, int64_t lookahead) {
-    options_.lookahead = lookahead;
-    if (tokens.is_none()) return;
-    tokens_.emplace(tokens, name);
-    options_.tokens = tokens_->values();
-  }
-  AppendInput(const AppendInput&) = delete;
-
-  const AppendOptions& options() const { return options_; }
-
- private:
-  std::optional<TokensInput> tokens_;
-  AppendOptions options_;
-};
-
-// Bools are refused: they are no token counts.
-bool is_integer(py::handle object) {
-  if (PyBool_Check(object.ptr())) return false;
-  return PyLong_Check(object.ptr()) != 0 ||
-         (PyIndex_Check(object.ptr()) != 0 && py::hasattr(object, "ndim") &&
-          object.attr("ndim").cast<int>() == 0);
-}
-
-int64_t id_of(py::handle object, const char* name) {
-  if (!is_integer(object)) {
-    throw InvalidArgument(
-        concat(name, ": expected an integer of yours, got ", py::repr(object).cast<std::string>()));
-  }
-  return integer_of(object, name);
-}
-
 int64_t allocate(KVCacheManager& self, py::handle sequence_id, py::handle tokens,
                  std::optional<int64_t> num_new, py::handle salt, py::handle adapter,
                  py::handle cache_dtype, const py::sequence& multimodal) {
@@ -208,77 +173,7 @@ std::unique_ptr<KVCacheManager> make_manager(
   return std::make_unique<KVCacheManager>(options);
 }
 
-using Buffers = std::vector<OwnedBuffers*>;
-
-std::vector<BatchBuffers*> views(const Buffers& buffers) {
-  std::vector<BatchBuffers*> result;
-  for (OwnedBuffers* group : buffers) {
-    if (group == nullptr) throw InvalidArgument("buffers: expected BatchBuffers, got None");
-    result.push_back(&group->view);
-  }
-  return result;
-}
-
 // --- classes ---
-
-struct Count {
-  const char* name;
-  int64_t Statistics::* value;
-  const char* meaning;
-};
-
-constexpr Count kCounts[] = {
-    {"total_blocks", &Statistics::total_blocks,
-     "used_blocks + held_blocks + cached_blocks + free_blocks: all blocks but the null block."},
-    {"used_blocks", &Statistics::used_blocks, "Blocks that sequences hold."},
-    {"held_blocks", &Statistics::held_blocks,
-     "Blocks that a Ledger has: lent to other instances, or for sequences that borrow."},
-    {"cached_blocks", &Statistics::cached_blocks,
-     "Blocks that no sequence holds, with tokens that a new one may find."},
-    {"free_blocks", &Statistics::free_blocks, "Blocks that no sequence holds, empty."},
-    {"shared_blocks", &Statistics::shared_blocks, "Used blocks that two or more sequences hold."},
-    {"peak_used_blocks", &Statistics::peak_used_blocks, "The most used at any time."},
-    {"num_sequences", &Statistics::num_sequences, "Sequences."},
-    {"num_swapped_sequences", &Statistics::num_swapped_sequences, "Sequences in host blocks."},
-    {"total_host_blocks", &Statistics::total_host_blocks, "Host blocks."},
-    {"used_host_blocks", &Statistics::used_host_blocks, "Host blocks that sequences hold."},
-    {"num_tokens", &Statistics::num_tokens,
-     "Tokens of all sequences that are not swapped; a shared one counts once a sequence. With "
-     "shards: of this rank."},
-    {"table_entries", &Statistics::table_entries,
-     "Blocks of these sequences, shared ones once each: what would be used unshared."},
-    {"waste_slots", &Statistics::waste_slots,
-     "Slots of used blocks that hold no token of any sequence."},
-    {"num_copies", &Statistics::num_copies,
-     "Copy-on-write pairs returned since construction or reset()."},
-    {"num_evictions", &Statistics::num_evictions,
-     "Cached blocks given out anew since construction or reset()."},
-    {"queried_tokens", &Statistics::queried_tokens,
-     "Tokens that allocate() looked up since construction or reset()."},
-    {"hit_tokens", &Statistics::hit_tokens, "Looked-up tokens that were cached."},
-};
-
-double hit_rate(const Statistics& self) {
-  return self.queried_tokens == 0 ? 0.0
-                                  : static_cast<double>(self.hit_tokens) / self.queried_tokens;
-}
-
-std::string repr(const Statistics& self) {
-  std::string text = "Statistics(";
-  for (const Count& count : kCounts) text += concat(count.name, "=", self.*count.value, ", ");
-  return concat(text, "hit_rate=", hit_rate(self), ")");
-}
-
-void bind_statistics(py::module_& module) {
-  py::class_<Statistics> statistics(module, "Statistics", "A snapshot of the cache in numbers.");
-  for (const Count& count : kCounts) {
-    statistics.def_readonly(count.name, count.value, count.meaning);
-  }
-  statistics
-      .def_property_readonly("hit_rate", &hit_rate,
-                             "hit_tokens / queried_tokens, 0 where there were none.")
-      .def("__repr__", &repr);
-}
 
 void bind_buffers(py::module_& module) {
   py::class_<OwnedBuffers>(module, "BatchBuffers")
@@ -531,7 +426,7 @@ void bind_manager(py::module_& module) {
 
 void bind_kv_cache(py::module_& module) {
   bind_kv_cache_exceptions(module);
-  vllm_kernels::kv_cache::bind_statistics(module);
+  bind_kv_cache_statistics(module);
   vllm_kernels::kv_cache::bind_buffers(module);
   vllm_kernels::kv_cache::bind_manager(module);
 }

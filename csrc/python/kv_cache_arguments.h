@@ -15,6 +15,7 @@
 
 #include "kv_cache/batch_buffers.h"
 #include "kv_cache/errors.h"
+#include "kv_cache/kv_cache_manager.h"
 #include "kv_cache/options.h"
 #include "kv_cache/tokens.h"
 
@@ -151,6 +152,22 @@ inline int64_t integer_of(py::handle object, const char* name) {
   return value;
 }
 
+// Bools are refused: they are no token counts.
+inline bool is_integer(py::handle object) {
+  if (PyBool_Check(object.ptr())) return false;
+  return PyLong_Check(object.ptr()) != 0 ||
+         (PyIndex_Check(object.ptr()) != 0 && py::hasattr(object, "ndim") &&
+          object.attr("ndim").cast<int>() == 0);
+}
+
+inline int64_t id_of(py::handle object, const char* name) {
+  if (!is_integer(object)) {
+    throw InvalidArgument(
+        concat(name, ": expected an integer of yours, got ", py::repr(object).cast<std::string>()));
+  }
+  return integer_of(object, name);
+}
+
 // One value for each of `size` sequences: an int for all of them, or an Int64Input.
 class Int64Counts {
  public:
@@ -188,6 +205,24 @@ inline std::optional<Int64Counts> optional_counts(py::handle object, const char*
 inline std::span<const int64_t> values_of(const std::optional<Int64Counts>& counts) {
   return counts ? counts->values() : std::span<const int64_t>();
 }
+
+// Owns the tokens of a batch while the manager works without the GIL.
+class AppendInput {
+ public:
+  AppendInput(py::handle tokens, const char* name, int64_t lookahead) {
+    options_.lookahead = lookahead;
+    if (tokens.is_none()) return;
+    tokens_.emplace(tokens, name);
+    options_.tokens = tokens_->values();
+  }
+  AppendInput(const AppendInput&) = delete;
+
+  const AppendOptions& options() const { return options_; }
+
+ private:
+  std::optional<TokensInput> tokens_;
+  AppendOptions options_;
+};
 
 // A numpy array over the caller's memory: `object` itself, or numpy() of a CPU tensor.
 template <typename T>
@@ -261,6 +296,17 @@ struct OwnedBuffers {
   std::optional<py::array> positions;
   BatchBuffers view;
 };
+
+using Buffers = std::vector<OwnedBuffers*>;
+
+inline std::vector<BatchBuffers*> views(const Buffers& buffers) {
+  std::vector<BatchBuffers*> result;
+  for (OwnedBuffers* group : buffers) {
+    if (group == nullptr) throw InvalidArgument("buffers: expected BatchBuffers, got None");
+    result.push_back(&group->view);
+  }
+  return result;
+}
 
 // Bytes, or text as UTF-8.
 inline std::string bytes_of(py::handle object, const char* name, const char* expected) {

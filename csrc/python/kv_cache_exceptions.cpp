@@ -1,11 +1,10 @@
 // Each C++ error of the manager has a Python exception below KVCacheError, which is below
 // vllm_kernels.Error. A translator raises it with the same message.
-#include "python/kv_cache_exceptions.h"
-
 #include <exception>
 #include <string>
 
 #include "kv_cache/errors.h"
+#include "python/kv_cache.h"
 
 namespace py = pybind11;
 namespace kv = vllm_kernels::kv_cache;

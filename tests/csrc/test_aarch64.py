@@ -15,7 +15,7 @@ COMPILER = "aarch64-linux-gnu-g++"
 def test_cpu_kernels_and_kv_cache_compile(tmp_path: Path) -> None:
     if shutil.which(COMPILER) is None:
         pytest.skip(f"needs {COMPILER}: apt-get install g++-aarch64-linux-gnu.")
-    sources = [*ROOT.glob("csrc/cpu/**/*.cpp"), *ROOT.glob("csrc/kv_cache/*.cpp")]
+    sources = [*ROOT.glob("csrc/cpu/**/*.cpp"), *ROOT.glob("csrc/kv_cache/**/*.cpp")]
     assert len(sources) > 10
     done = subprocess.run(
         [COMPILER, "-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", "-c",

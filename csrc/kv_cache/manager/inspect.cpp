@@ -96,9 +96,9 @@ void KVCacheManager::check_recorded_blocks(const Sequence& sequence,
               sequence.id);
     }
     node = cache_->parent(node);
-    require(node != PrefixCache::kNone, "fewer nodes than hashed blocks", sequence.id);
+    require(node != kNone, "fewer nodes than hashed blocks", sequence.id);
   }
-  require(cache_->parent(node) == PrefixCache::kNone, "more nodes than hashed blocks", sequence.id);
+  require(cache_->parent(node) == kNone, "more nodes than hashed blocks", sequence.id);
 }
 
 void KVCacheManager::check_integrity() const {

@@ -1,13 +1,11 @@
-// One step of a whole batch: append to every sequence, and fill the buffers that the ops read.
+// build() and step(): fill the buffers that the ops read in a forward pass.
 //
-// append() is plan_append() and commit_append(). step() also checks the buffers before the commit,
-// and fills them after it. Buffers keep what the last call wrote, so that fill() writes only
-// changes.
+// step() also appends. It checks the buffers before the commit, and fills them after it. Buffers
+// keep what the last call wrote, so that fill() writes only changes.
 #include <algorithm>
 #include <array>
 #include <functional>
 #include <numeric>
-#include <utility>
 
 #include "kv_cache/errors.h"
 #include "kv_cache/kv_cache_manager.h"
@@ -69,18 +67,6 @@ void check_apart(const BatchBuffers& first, const BatchBuffers& second) {
   }
 }
 
-// Sorts `blocks`, and calls use(block, how often it occurs) for each.
-template <typename Use>
-void for_each_block(std::vector<int32_t>& blocks, const Use& use) {
-  std::sort(blocks.begin(), blocks.end());
-  size_t first = 0;  // of the run with the same block
-  for (size_t i = 0; i < blocks.size(); ++i) {
-    if (i + 1 < blocks.size() && blocks[i + 1] == blocks[i]) continue;
-    use(blocks[i], static_cast<int64_t>(i + 1 - first));
-    first = i + 1;
-  }
-}
-
 }  // namespace
 
 void check_buffers(const BatchBuffers& buffers) {
@@ -119,14 +105,6 @@ void WrittenBatch::make_room(const BatchBuffers& buffers) {
   num_tokens = static_cast<int64_t>(buffers.slot_mapping.size());
 }
 
-int64_t KVCacheManager::append(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
-                               std::span<BlockCopy> copies, const AppendOptions& options) {
-  const auto guard = lock();
-  BatchPlan& plan = plan_batch("append", ids, "num_tokens", num_tokens);
-  plan_append("append", copies.size(), options, plan);
-  return commit_append(options, copies, plan);
-}
-
 int64_t KVCacheManager::build(std::span<const int64_t> ids,
                               std::span<const int64_t> num_query_tokens,
                               std::span<BatchBuffers* const> buffers) {
@@ -148,212 +126,6 @@ int64_t KVCacheManager::step(std::span<const int64_t> ids, std::span<const int64
   fill(buffers, plan);
   return num_copies;
 }
-
-// Finds the sequences of a batch. Without `counts_name` the batch has no counts. Each of the
-// caller's values is read once: another thread may write to them meanwhile.
-BatchPlan& KVCacheManager::plan_batch(const char* call, std::span<const int64_t> ids,
-                                      const char* counts_name, std::span<const int64_t> counts,
-                                      Where where) {
-  if (counts_name != nullptr) check_size(call, counts_name, ids.size(), counts.size());
-  std::vector<BatchItem>& items = plan_.items;
-  items.resize(ids.size());
-  ++batch_number_;
-  for (size_t i = 0; i < ids.size(); ++i) {
-    const int64_t id = ids[i];
-    int32_t position = index_.find(id);
-    if (position == SequenceIndex::kAbsent) position = position_of(call, id);  // throws
-    items[i] = {position, BatchItem::kNoParent, counts_name == nullptr ? 0 : counts[i]};
-    __builtin_prefetch(&sequences_[position]);
-  }
-  for (size_t i = 0; i < items.size(); ++i) {
-    Sequence& sequence = sequences_[items[i].position];
-    if (sequence.batch == batch_number_) {
-      throw DuplicateSequence(
-          concat(call, ": sequence_ids: expected distinct ids, got id ", sequence.id, " twice"));
-    }
-    sequence.batch = batch_number_;
-    check_where(call, sequence, where);
-    if (items[i].num_tokens < 0) {
-      throw InvalidArgument(concat(call, ": ", counts_name, ": expected >= 0, got ",
-                                   items[i].num_tokens, " at index ", i));
-    }
-  }
-  return plan_;
-}
-
-// Prefetches the last entry of an item's table, if there is such an item.
-inline void KVCacheManager::prefetch_last_block(const BatchPlan& plan, size_t item) const noexcept {
-  if (item >= plan.items.size()) return;
-  const std::vector<int32_t>& blocks = sequences_[plan.items[item].position].blocks;
-  __builtin_prefetch(blocks.data() + blocks.size() - 1);
-}
-
-// --- the plan of an append ---
-
-void KVCacheManager::plan_append(const char* call, size_t copies_room, const AppendOptions& options,
-                                 BatchPlan& plan) {
-  checked(call, "lookahead", options.lookahead, 0, kMaxTokens);
-  if (options.tokens) plan_tokens(call, *options.tokens, false, plan);
-  const int64_t new_entries = count_new_entries(call, options, plan);
-  const int64_t freed = count_freed(plan);
-  const int64_t copies = count_copies(plan);
-  plan.num_blocks = new_entries + copies;
-
-  const int64_t free = pool_.num_free() + freed;
-  if (plan.num_blocks > free) throw OutOfBlocks(call, plan.num_blocks, free);
-  check_copies(call, copies, copies_room);
-  reserve_append(options, plan);
-}
-
-// Table entries that the batch adds. Also collects shared tails and blocks out of their window.
-int64_t KVCacheManager::count_new_entries(const char* call, const AppendOptions& options,
-                                          BatchPlan& plan) const {
-  plan.shared_tails.clear();
-  plan.out_of_window.clear();
-  int64_t new_entries = 0;
-  for (const BatchItem& item : plan.items) {
-    const Sequence& sequence = sequences_[item.position];
-    if (item.num_tokens > kMaxTokens - options.lookahead - sequence.num_tokens) {
-      throw InvalidArgument(concat(call, ": num_tokens: expected at most ",
-                                   kMaxTokens - options.lookahead - sequence.num_tokens,
-                                   " (sequence ", sequence.id, " has ", sequence.num_tokens,
-                                   "), got ", item.num_tokens));
-    }
-    const int64_t slots = item.num_tokens + options.lookahead;
-    if (slots == 0) continue;
-    new_entries += (entries_after(sequence, slots) - entries(sequence)) * num_groups();
-    if (has_windows_) find_out_of_window(sequence, plan);
-    const int64_t tail = block_of(sequence.num_tokens);
-    if (sequence.own_tail || tail * block_tokens_ == sequence.num_tokens) continue;
-    for (int64_t group = 0; group < num_groups(); ++group) {
-      const int32_t block = sequence.blocks[tail * num_groups() + group];
-      if (pool_.references(block) > 1) plan.shared_tails.push_back(block);
-    }
-  }
-  return new_entries;
-}
-
-// Every appending holder of a shared tail gets a copy. The exception is a last holder: once all
-// others have their copies, the block is its own.
-int64_t KVCacheManager::count_copies(BatchPlan& plan) const {
-  int64_t copies = 0;
-  for_each_block(plan.shared_tails, [&](int32_t block, int64_t appending) {
-    copies += appending < pool_.references(block) ? appending : appending - 1;
-  });
-  return copies;
-}
-
-// Collects the blocks that the sequence gives back when its windows move on.
-inline void KVCacheManager::find_out_of_window(const Sequence& sequence, BatchPlan& plan) const {
-  for (int64_t group = 0; group < num_groups(); ++group) {
-    for (int64_t i = first_visible(sequence.num_tokens, group) - 1; i >= 0; --i) {
-      const int32_t block = sequence.blocks[i * num_groups() + group];
-      if (is_null(block)) break;
-      plan.out_of_window.push_back(block);
-    }
-  }
-}
-
-// Blocks out of their window that become free: no sequence outside the batch holds them.
-int64_t KVCacheManager::count_freed(BatchPlan& plan) const {
-  int64_t freed = 0;
-  for_each_block(plan.out_of_window, [&](int32_t block, int64_t leaving) {
-    freed += leaving == pool_.references(block);
-  });
-  return freed;
-}
-
-void KVCacheManager::reserve_append(const AppendOptions& options, BatchPlan& plan) {
-  for (const BatchItem& item : plan.items) {
-    Sequence& sequence = sequences_[item.position];
-    const int64_t slots = item.num_tokens + options.lookahead;
-    const auto wanted = static_cast<size_t>(entries_after(sequence, slots) * num_groups());
-    std::vector<int32_t>& blocks = sequence.blocks;
-    if (slots > 0 && wanted > blocks.capacity()) {
-      blocks.reserve(std::max(wanted, 2 * blocks.capacity()));
-    }
-  }
-  plan.taken.reserve(plan.num_blocks);
-  plan.evicted.reserve(plan.num_blocks);
-  if (!record_events_) return;
-  // A block that is taken may be evicted, and a tail that is written to becomes unfindable. The
-  // tokens store blocks. This room covers the whole call; that of plan_tokens() is not added.
-  const auto tails = static_cast<int64_t>(plan.items.size()) * num_groups();
-  const int64_t stored =
-      options.tokens ? static_cast<int64_t>(options.tokens->size()) / block_tokens_ : 0;
-  reserve_events((stored + tails) * num_groups(), plan.num_blocks + tails);
-}
-
-// --- the commit of an append ---
-
-inline void KVCacheManager::release_out_of_window(Sequence& sequence) {
-  for (int64_t group = 0; group < num_groups(); ++group) {
-    for (int64_t i = first_visible(sequence.num_tokens, group) - 1; i >= 0; --i) {
-      int32_t& block = sequence.blocks[i * num_groups() + group];
-      if (is_null(block)) break;
-      pool_.release(block);
-      block = kNullBlock;
-      ++sequence.edits;
-    }
-  }
-}
-
-// Returns the number of copies.
-int64_t KVCacheManager::commit_append(const AppendOptions& options, std::span<BlockCopy> copies,
-                                      BatchPlan& plan) {
-  if (has_windows_) {
-    for (const BatchItem& item : plan.items) {
-      if (item.num_tokens + options.lookahead > 0) {
-        release_out_of_window(sequences_[item.position]);
-      }
-    }
-  }
-  plan.taken.clear();
-  take_blocks(plan.num_blocks, plan.taken, plan.evicted);
-  std::reverse(plan.taken.begin(), plan.taken.end());
-  const auto take = [&plan] {
-    const int32_t block = plan.taken.back();
-    plan.taken.pop_back();
-    return block;
-  };
-  const int32_t* tokens = options.tokens ? options.tokens->data() : nullptr;
-  std::span<const Hash> first_hashes = plan.first_hashes;
-  int64_t num_copies = 0;
-  for (const BatchItem& item : plan.items) {
-    const int64_t slots = item.num_tokens + options.lookahead;
-    if (slots == 0) continue;
-    Sequence& sequence = sequences_[item.position];
-    std::vector<int32_t>& blocks = sequence.blocks;
-    const auto wanted = static_cast<size_t>(entries_after(sequence, slots) * num_groups());
-    const int64_t tail = block_of(sequence.num_tokens);
-    if (!sequence.own_tail && tail * block_tokens_ != sequence.num_tokens) {
-      for (int64_t group = 0; group < num_groups(); ++group) {
-        int32_t& block = blocks[tail * num_groups() + group];
-        if (pool_.references(block) > 1) {
-          const int32_t source = std::exchange(block, take());
-          copies[num_copies++] = {source, block};
-          pool_.release(source);
-          ++sequence.edits;
-        } else {
-          unregister_block(block);  // registered for a longer sequence that was truncated
-        }
-      }
-    }
-    while (blocks.size() < wanted) blocks.push_back(take());
-    sequence.own_tail = true;
-    sequence.num_tokens += item.num_tokens;
-    if (tokens != nullptr) {
-      commit_tokens(sequence, tokens, item.num_tokens, first_hashes);
-      tokens += item.num_tokens;
-    }
-  }
-  // A window may have given a holder's reference back, so that a planned copy was not needed.
-  for (; !plan.taken.empty(); plan.taken.pop_back()) pool_.release(plan.taken.back());
-  num_copies_ += num_copies;
-  return num_copies;
-}
-
-// --- buffers ---
 
 // With `append` the batch's tokens are still to be appended; without, they are the last ones of
 // their sequences.
@@ -406,6 +178,13 @@ void KVCacheManager::check_room(const char* call, std::span<BatchBuffers* const>
     }
   }
   for (BatchBuffers* group : buffers) group->written.make_room(*group);
+}
+
+// Prefetches the last entry of an item's table, if there is such an item.
+inline void KVCacheManager::prefetch_last_block(const BatchPlan& plan, size_t item) const noexcept {
+  if (item >= plan.items.size()) return;
+  const std::vector<int32_t>& blocks = sequences_[plan.items[item].position].blocks;
+  __builtin_prefetch(blocks.data() + blocks.size() - 1);
 }
 
 template <bool kOneRank>

@@ -7,11 +7,6 @@
 #include "kv_cache/kv_cache_manager.h"
 
 namespace vllm_kernels::kv_cache {
-namespace {
-
-constexpr int32_t kNone = PrefixCache::kNone;
-
-}  // namespace
 
 int64_t KVCacheManager::num_table_entries(std::span<const int64_t> ids) const {
   const auto guard = lock();
