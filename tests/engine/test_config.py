@@ -14,6 +14,7 @@ from engines import SMALL, by_transformers, greedy, prompts
 from tiny_models import tiny_model
 
 from vllm_kernels.engine import engine as engine_module
+from vllm_kernels.engine import passes
 from vllm_kernels.engine.config import EngineConfig
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.model_runner import ModelRunner
@@ -88,14 +89,14 @@ def test_a_constructor_that_fails(part: str, monkeypatch: pytest.MonkeyPatch) ->
     def fails(*arguments: object, **options: object) -> None:
         raise MemoryError(part)
 
-    class Cache(engine_module.KVCache):
+    class Cache(passes.KVCache):
         def __init__(self, *arguments: object, **options: object) -> None:
             super().__init__(*arguments, **options)
             caches.append(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "KVCache", Cache)
-        patch.setattr(engine_module, part, fails)
+        patch.setattr(passes, "KVCache", Cache)
+        patch.setattr(engine_module if part == "verify" else passes, part, fails)
         with pytest.raises(MemoryError, match=part):
             Engine(model, **SMALL)
     assert len(caches) == (part in ("ModelRunner", "Scheduler", "verify"))

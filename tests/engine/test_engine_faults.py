@@ -29,8 +29,8 @@ from vllm_kernels.__main__ import TOY_MODEL
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.layer_groups import StepInputs
 from vllm_kernels.engine.model_runner import ModelRunner
-from vllm_kernels.engine.pending_tokens import PendingTokens
 from vllm_kernels.engine.request import SamplingParams
+from vllm_kernels.engine.sampling.pending_tokens import PendingTokens
 from vllm_kernels.integrations.transformers import PagedCache, use_paged_attention
 
 
@@ -126,7 +126,7 @@ def test_a_failed_pass_draws_again_what_its_seed_says(
     (text,) = prompts((9,))
     with Engine(tiny_model(), overlap=overlap, **SMALL) as engine:
         expected = engine.generate([text], params)[0].completions[0].tokens
-        take = engine._take
+        take = engine._open.take
         calls = 0
 
         def fails(pending: PendingTokens) -> None:
@@ -136,7 +136,7 @@ def test_a_failed_pass_draws_again_what_its_seed_says(
                 raise MemoryError("after the draw")
             take(pending)
 
-        monkeypatch.setattr(engine, "_take", fails)
+        monkeypatch.setattr(engine._open, "take", fails)
         request = engine._requests[engine.add_request(text, params)]
         while engine.has_unfinished:
             with suppress(MemoryError):

@@ -140,14 +140,14 @@ def test_text_that_fails_ends_its_request_alone(
     texts = ["A class", "The for statement", "Functions"]
     with Engine(toy, tokenizer, max_length=128, overlap=overlap) as engine:
         expected = [one.completions[0].tokens for one in engine.generate(texts, params)]
-        add_text = engine._outputs._add_text
+        add_text = engine._open.outputs._add_text
 
         def failing(sequence: Sequence, *arguments: Any) -> Any:
             if sequence.request.id == 4 and sequence.num_output == 5:  # of 3, 4 and 5
                 raise KeyError("an unknown piece")
             return add_text(sequence, *arguments)
 
-        monkeypatch.setattr(engine._outputs, "_add_text", failing)
+        monkeypatch.setattr(engine._open.outputs, "_add_text", failing)
         got, failures = served_with_failures(engine, texts, 12)
         assert failures == 0
         assert got[0] == expected[0] and got[2] == expected[2]
@@ -164,14 +164,14 @@ def test_text_that_fails_in_one_of_several_sequences(
     texts = prompts((5, 9, 7))
     expected = [by_transformers(model, text) for text in texts]
     with Engine(model, tokenizer, overlap=overlap, **SMALL) as engine:
-        add_text = engine._outputs._add_text
+        add_text = engine._open.outputs._add_text
 
         def failing(sequence: Sequence, *arguments: Any) -> Any:
             if (sequence.request.id, sequence.index, sequence.num_output) == (0, 0, 5):
                 raise KeyError("an unknown token")
             return add_text(sequence, *arguments)
 
-        monkeypatch.setattr(engine._outputs, "_add_text", failing)
+        monkeypatch.setattr(engine._open.outputs, "_add_text", failing)
         ids = [
             engine.add_request(text, SamplingParams(max_tokens=20, n=n))
             for text, n in zip(texts, (2, 1, 1))
@@ -184,7 +184,7 @@ def test_text_that_fails_in_one_of_several_sequences(
         assert [got[1], got[2]] == expected[1:]
 
 
-@pytest.mark.parametrize("failing", ["schedule", "schedule_ahead", "_take"])
+@pytest.mark.parametrize("failing", ["schedule", "schedule_ahead", "take"])
 def test_failures_around_a_pass(
     failing: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +192,7 @@ def test_failures_around_a_pass(
     texts = prompts((5, 19, 9))
     expected = [by_transformers(model, text) for text in texts]
     with Engine(model, overlap=overlap, **SMALL) as engine:
-        owner = engine if failing == "_take" else engine.scheduler
+        owner = engine._open if failing == "take" else engine.scheduler
         call = getattr(owner, failing)
         calls = 0
 

@@ -134,10 +134,12 @@ class Simulation:
             (self.engine.scheduler, "computed", (MemoryError, KeyboardInterrupt)),
             (self.engine.cache, "swap_in", (FaultError,)),
             (self.engine.cache, "swap_out", (FaultError,)),
-            (self.engine, "_sample", (FaultError,)),
+            (self.engine._passes, "_sample", (FaultError,)),
         ):
             self.faults.around(owner, name, rate, *kinds)
-        self.engine.scheduler.manager = FaultyManager(self.engine.manager, self.faults, rate / 2)
+        scheduler = self.engine.scheduler
+        manager: Any = FaultyManager(self.engine.manager, self.faults, rate / 2)
+        scheduler.manager = scheduler._admission.manager = manager
         self.num_finished = 0
         self._lock = threading.Lock()
         self._ids: dict[int, tuple[int, int]] = {}  # request: (text, max_tokens)

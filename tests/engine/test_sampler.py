@@ -21,8 +21,8 @@ from transformers import (
 
 from vllm_kernels.__main__ import TOY_MODEL
 from vllm_kernels.engine.detokenizer import Detokenizer
-from vllm_kernels.engine.pending_tokens import PendingTokens
 from vllm_kernels.engine.request import Request, SamplingParams, Sequence
+from vllm_kernels.engine.sampling.pending_tokens import PendingTokens
 from vllm_kernels.engine.sampling.sampler import Sampler
 
 

@@ -336,7 +336,7 @@ def test_a_request_that_finds_no_room_is_named(monkeypatch: pytest.MonkeyPatch) 
     memory.add([1, 2, 3], max_tokens=4)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="request 0: its 3 tok"):
-        patch.setattr(memory.scheduler, "_admit", lambda *arguments: [])
+        patch.setattr(memory.scheduler._admission, "admit", lambda *arguments: [])
         memory.step()
     memory.run()
 

@@ -290,7 +290,7 @@ class _Stream:
     def cancel(self) -> None:
         request = self._worker.streams.pop(self, None)
         if request is not None:
-            self._worker.engine._cancel([request.id])
+            self._worker.engine._exclusive.cancel([request.id])
 
 
 class _Delivery(NamedTuple):
@@ -383,7 +383,7 @@ class _Worker:
     def _pass(self) -> None:
         """Runs a pass if there is work, and delivers tokens."""
         engine = self.engine
-        with engine._exclusive():  # also while it reads what other threads' passes may write
+        with engine._exclusive:  # also while it reads what other threads' passes may write
             self._is_idle = not engine._can_advance
             if not self._is_idle:
                 engine._advance_or_recover()

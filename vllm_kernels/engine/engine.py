@@ -12,12 +12,11 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import count
-from traceback import clear_frames
 from typing import Any
 from weakref import ref
 
@@ -26,53 +25,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._types import CacheDType, Layout
-from ..errors import (
-    EngineBusy,
-    Error,
-    InvalidArgument,
-    InvalidType,
-    UnknownRequest,
-)
-from ..hf.attention_interface import (
-    ENGINES,
-    kv_shape,
-    refuse_no_model,
-    stop_paged_attention,
-    use_paged_attention,
-)
-from ..kv_cache import KVCacheManager
-from ..kv_cache.tensors import KVCache
+from ..errors import EngineBusy, Error, InvalidArgument, InvalidType, UnknownRequest
+from ..hf.attention_interface import ENGINES, refuse_no_model
 from .config import EngineConfig
-from .engine_lock import EngineLock
-from .fused_llama import refuse_changing_rotary
-from .layer_groups import LayerGroups
-from .model_runner import ModelRunner, layer_options
-from .output_processor import OutputProcessor, end_tokens
-from .outputs import (
-    EngineStatistics,
-    RequestOutput,
-    TokenOutput,
-    output_of,
-    raise_if_all_failed,
-)
-from .pending_tokens import PendingTokens
-from .plan import Plan, SchedulerStatistics
-from .prompts import (
-    Prompt,
-    checked_params,
-    params_of_prompts,
-    prompt_tokens,
-)
-from .recovery import Recovery, name_requests, set_request_ids
+from .engine_lock import Exclusive
+from .output_processor import end_tokens
+from .outputs import EngineStatistics, RequestOutput, TokenOutput, output_of, raise_if_all_failed
+from .passes import Passes
+from .prompts import Prompt, checked_params, params_of_prompts, prompt_tokens
 from .refusals import Closed, named_engine, num_logits, refuse_unserved
 from .request import FinishReason, Request, SamplingParams
 from .sampling.constraints import constraints_of
-from .sampling.sampler import Sampler
-from .sampling.step import StepLogits, sample_step
-from .scheduler import Scheduler
 from .self_check import verify
-from .sparse import PageSelection, Sparse
-from .speculative.drafters import drafter_of
+from .sparse import Sparse
 from .speculative.options import DraftModel, PromptLookup
 from .tensor_parallel import Ranks
 
@@ -194,28 +159,25 @@ class Engine:
         refuse_unserved(model)
         self.model = model
         self.tokenizer = tokenizer
-        self._lock = EngineLock()
-        self._cancelled: deque[int] = deque()  # ids of requests that nobody waits for
-        self._requests: dict[int, Request] = {}
         self._next_id = count()
         on_gpu = model.device.type == "cuda"
         # One stream for the calls of all threads. It selects the device, too.
         stream = torch.cuda.current_stream(model.device) if on_gpu else None
         self._on_device = nullcontext() if stream is None else torch.cuda.stream(stream)
-        self._overlap = config.overlap or (
-            on_gpu and config.overlap is None and config.speculative is None
-        )
-        self._pending: PendingTokens | None = None  # tokens of the last pass, not fetched yet
-        self._undelivered: list[TokenOutput] = []  # the next step() returns these
-        # Outputs for stream() and generate(), by request id.
-        self._queues: dict[int, deque[TokenOutput]] = {}
         self._ranks: Ranks | None = None  # of a model that several processes share
         with ExitStack() as cleanup:  # runs if the constructor fails; otherwise close() runs it
             with named_engine():
                 self._ranks = Ranks.of(model, config)
                 if self._ranks is not None:
                     cleanup.enter_context(self._ranks)
-                self._build(config, cleanup)
+                passes = Passes(model, tokenizer, config, self._ranks, self._on_device, cleanup)
+            self._passes = passes
+            self.manager, self.cache = passes.manager, passes.cache
+            self.scheduler, self._recovery = passes.scheduler, passes.recovery
+            self._packed, self._drafter = passes.packed, passes.drafter
+            self._open = passes.open_requests
+            self._requests, self._queues = self._open.by_id, self._open.queues
+            self._exclusive = Exclusive(self._open, self._ranks)
             if config.check:
                 with self._on_device:
                     verify(self._packed, self.manager)
@@ -223,72 +185,6 @@ class Engine:
             if isinstance(speculative, DraftModel):
                 ENGINES[speculative.model] = ref(self)
             self._cleanup = cleanup.pop_all()
-
-    def _build(self, config: EngineConfig, cleanup: ExitStack) -> None:
-        """Builds all components. Registers the calls that undo this with ``cleanup``."""
-        model = self.model
-        shape = kv_shape(model, config.block_size, config.layout, config.cache_dtype)
-        refuse_changing_rotary(model)
-        cleanup.callback(ENGINES.pop, model, None)
-        use_paged_attention(model)
-        cleanup.callback(stop_paged_attention, model)
-        layers = layer_options(model, shape)
-        groups = LayerGroups.of([layer.sliding_window for layer in layers])
-        shape = replace(
-            shape,
-            num_layers=groups.num_tensors,
-            page_bounds=isinstance(config.sparse, PageSelection) and not shape.has_token_scales,
-        )
-        on_gpu = model.device.type == "cuda"
-        cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs
-        # First, because the cache may take the rest of the memory.
-        with self._on_device:
-            self._drafter = drafter_of(config, model, groups.windows, cuda_graphs, cleanup)
-        num_blocks = config.cache_blocks(model, shape, len(groups.windows))
-        if self._ranks is not None:
-            num_blocks = self._ranks.smallest(num_blocks)
-        self.manager = KVCacheManager(
-            num_blocks,
-            config.block_size,
-            num_host_blocks=config.host_bytes // shape.block_bytes,
-            windows=groups.windows,
-            prefix_caching=config.prefix_caching,
-        )
-        limits = config.limits(model, self.manager, layers)
-        self.cache = KVCache(
-            shape,
-            num_blocks,
-            device=model.device,
-            num_host_blocks=self.manager.num_host_blocks,
-            tensor_of_layer=groups.tensor_of_layer,
-            k_scale=config.k_scale,
-            v_scale=config.v_scale,
-        )
-        cleanup.callback(self.cache.free)
-        with self._on_device:
-            self._sampler = Sampler(config.max_rows, num_logits(model), model.device)
-            self._packed = ModelRunner(
-                model,
-                self.cache,
-                groups,
-                **limits,
-                cuda_graphs=cuda_graphs,
-                cascade=config.cascade and any(layer.can_cascade for layer in layers),
-                backend="inductor" if config.compile is True else config.compile or None,
-                fused=config.fused,
-                sampler=self._sampler,
-                sparse=config.sparse,
-            )
-        cleanup.callback(self._packed.close)
-        self.scheduler = Scheduler(
-            self.manager,
-            self._packed.host_buffers,
-            **limits,
-            prefix_caching=config.prefix_caching,
-            may_cascade=self._packed.may_cascade,
-        )
-        self._recovery = Recovery(self.scheduler)
-        self._outputs = OutputProcessor(model, self.tokenizer, self.scheduler)
 
     def __enter__(self) -> Engine:
         return self
@@ -312,10 +208,10 @@ class Engine:
         Raises:
             EngineBusy: There are unfinished requests, of any thread.
         """
-        with self._exclusive():
+        with self._exclusive:
             self._refuse_unfinished("warm_up")
             if self._ranks is not None:
-                self._ranks.begin(self, "warm_up")
+                self._ranks.begin(self._passes, "warm_up")
             with self._on_device:
                 self._packed.capture_all()
 
@@ -325,15 +221,15 @@ class Engine:
         It waits for the pass of another thread. Then :meth:`stream` and :meth:`generate` of other
         threads raise RuntimeError.
         """
-        with self._exclusive():
+        with self._exclusive:
             if self.cache.is_freed:
                 return
             if self._ranks is not None:
-                self._cleanup.callback(self._ranks.end, self)
+                self._cleanup.callback(self._ranks.end, self._passes)
             for request in list(self._requests.values()):
-                self._end(request, Closed())
-            self._undelivered.clear()
-            self._pending = None
+                self._open.end(request, Closed())
+            self._open.undelivered.clear()
+            self._passes.pending = None
             self._cleanup.close()
 
     # Requests.
@@ -370,18 +266,18 @@ class Engine:
         Raises:
             UnknownRequest: The request is unknown or finished. It is a KeyError.
         """
-        with self._exclusive():
+        with self._exclusive:
             request = self._requests.get(request_id)
             if request is None:
                 raise UnknownRequest(f"Engine: abort: unknown or finished request {request_id!r}")
             self._note("abort", request_id)
-            self._end(request)
+            self._open.end(request)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has work to do or tokens to return."""
-        with self._exclusive():
-            return self.scheduler.num_unfinished > 0 or bool(self._undelivered)
+        with self._exclusive:
+            return self.scheduler.num_unfinished > 0 or bool(self._open.undelivered)
 
     def step(self) -> list[TokenOutput]:
         """Runs one forward pass.
@@ -397,10 +293,10 @@ class Engine:
             Exception: The pass failed. ``request_ids`` lists its requests. The next call
                 recomputes the running sequences.
         """
-        with self._exclusive():
+        with self._exclusive:
             self._refuse_unusable()
-            self._advance()
-            outputs, self._undelivered = self._undelivered, []
+            self._passes.advance()
+            outputs, self._open.undelivered = self._open.undelivered, []
             return outputs
 
     def generate(
@@ -431,12 +327,12 @@ class Engine:
                 requests.append(self._add(prompt, one, salt, deque(maxlen=0)))
             is_finished = False
             while not is_finished:
-                with self._exclusive():
+                with self._exclusive:
                     is_finished = all(request.is_finished for request in requests)
                     if not is_finished:
                         self._advance_or_recover()
         finally:
-            self._cancel(request.id for request in requests)
+            self._exclusive.cancel(request.id for request in requests)
         for request in requests:
             if isinstance(request.error, Closed):
                 raise request.error
@@ -465,7 +361,7 @@ class Engine:
         try:
             while True:
                 if not queue:
-                    with self._exclusive():
+                    with self._exclusive:
                         if not queue:
                             if request.is_finished:
                                 return
@@ -477,7 +373,7 @@ class Engine:
                 if output.finish_reason is not FinishReason.ABORT:
                     yield output
         finally:
-            self._cancel([request.id])
+            self._exclusive.cancel([request.id])
 
     def follow(self) -> None:
         """Serves rank 0's requests on another rank of a tensor-parallel model.
@@ -503,18 +399,14 @@ class Engine:
         Raises:
             EngineBusy: There are unfinished requests, of any thread.
         """
-        with self._exclusive():
+        with self._exclusive:
             self._refuse_unfinished("reset")
             self._note("reset")
-            self._pending = None  # its sequences were aborted
-            self.manager.reset()
-            if self._drafter is not None:
-                self._drafter.reset()
-            self.scheduler.statistics = SchedulerStatistics()
+            self._passes.reset()
 
     def statistics(self) -> EngineStatistics:
         """Returns counters since the last reset, and the current use of the cache."""
-        with self._exclusive():
+        with self._exclusive:
             scheduler = self.scheduler
             return EngineStatistics(
                 replace(scheduler.statistics),
@@ -522,32 +414,6 @@ class Engine:
                 scheduler.num_running,
                 scheduler.num_unfinished,
             )
-
-    # Threads.
-
-    def _exclusive(self) -> _Exclusive:
-        """Takes the lock, and ends the requests that were cancelled before or meanwhile."""
-        return _Exclusive(self)
-
-    def _cancel(self, request_ids: Iterable[int]) -> None:
-        """Ends requests without waiting for the lock, so that a finalizer may call it.
-
-        If a thread has the lock, that thread ends the requests when it releases the lock.
-        """
-        self._cancelled.extend(request_ids)
-        while self._cancelled and self._lock.try_acquire():
-            try:
-                self._end_cancelled()
-            finally:
-                self._lock.release()
-
-    def _end_cancelled(self) -> None:
-        while self._cancelled:
-            request_id = self._cancelled.popleft()
-            self._queues.pop(request_id, None)
-            if request_id in self._requests:
-                self._note("abort", request_id)
-                self._end(self._requests[request_id])
 
     # Inner workings.
 
@@ -559,7 +425,7 @@ class Engine:
         queue: deque[TokenOutput] | None = None,
     ) -> Request:
         """Adds a request. Its outputs go to ``queue``, or to :meth:`step` if that is None."""
-        with self._exclusive():
+        with self._exclusive:
             self._refuse_unusable()
             params = checked_params(params, salt, self.tokenizer)
             vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
@@ -576,26 +442,13 @@ class Engine:
                 next(self._next_id), tokens, params, time.perf_counter(), own_salt, constraints
             )
             self.scheduler.add(request)
-            self._requests[request.id] = request
+            self._open.add(request, queue)
             self._note("_add", request.id, tokens, params, salt)
-            if queue is not None:
-                self._queues[request.id] = queue
             return request
-
-    def _end(self, request: Request, error: Exception | None = None) -> None:
-        """Ends an unfinished request, by ABORT or with an error."""
-        del self._requests[request.id]
-        if error is not None:
-            set_request_ids(error, [request.id])
-            clear_frames(error.__traceback__)  # they hold tensors
-        self._undelivered = [one for one in self._undelivered if one.request_id != request.id]
-        outputs = self._outputs.end(request, time.perf_counter(), error)
-        if error is not None or request.id in self._queues:
-            self._queues.get(request.id, self._undelivered).extend(outputs)
 
     def _set_paused(self, request_id: int, is_paused: bool) -> None:
         """Keeps a request out of passes, or lets it run again. It loses its blocks meanwhile."""
-        with self._exclusive():
+        with self._exclusive:
             request = self._requests.get(request_id)
             if request is not None:
                 self._note("_set_paused", request_id, is_paused)
@@ -626,163 +479,14 @@ class Engine:
         """Runs one pass. A failure warns, and is raised only if recovery gives up."""
         self._refuse_unusable()
         try:
-            self._advance()
+            self._passes.advance()
         except Exception as error:
             if self._recovery.is_hopeless or self._ranks is not None:
                 raise
             text = f"Engine: a pass failed and is computed again: {type(error).__name__}: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
-    def _advance(self) -> None:
-        """Runs one pass and queues its tokens."""
-        self._recovery.next_trial()
-        try:
-            if self._ranks is not None:
-                self._ranks.begin(self)
-            with self._on_device:
-                if self._pending is None:
-                    self._pass()
-                else:
-                    self._pass_ahead()
-        except BaseException as error:
-            self._sampler.invalidate()
-            if self._drafter is not None:
-                self._drafter.reset()
-            self.scheduler.failed(self._requests.values())
-            if self._ranks is not None:
-                self._fail(self._ranks, error)
-            if not isinstance(error, Exception) or not self._end_culprit(error):
-                raise
-        else:
-            self._recovery.succeeded()
-
-    def _fail(self, ranks: Ranks, error: BaseException) -> None:
-        """Ends all requests, because the ranks cannot go on. Raises the first rank's error."""
-        raised = ranks.fail(error)
-        for request in list(self._requests.values()):
-            self._end(request, ranks.failure)
-        if raised is not error:
-            raise raised from error
-        raise error
-
     def _note(self, name: str, *arguments: Any) -> None:
         """Records a call that other ranks must make before the next pass."""
         if self._ranks is not None:
             self._ranks.note(name, *arguments)
-
-    def _end_culprit(self, error: Exception) -> bool:
-        """Ends the request that made a pass fail. Returns False if it is not known yet."""
-        ids = getattr(error, "request_ids", ())
-        culprit = self._recovery.failed([self._requests[id] for id in ids if id in self._requests])
-        if culprit is not None:
-            self._end(culprit, error)
-        return culprit is not None
-
-    def _pass(self) -> None:
-        """Runs the next pass. All earlier tokens are known."""
-        self._packed.wait()
-        drafts = None
-        if self._drafter is not None:
-            drafts = self._drafter.propose(self.scheduler.may_draft())
-        plan = self.scheduler.schedule(drafts)
-        if plan is None:
-            return
-        pending = self._sample(plan, self._run(plan))
-        if self._overlap and not self._recovery.is_searching:
-            self._pending = pending
-        else:
-            self._take(pending)
-
-    def _pass_ahead(self) -> None:
-        """Starts the next pass if it is certain, then fetches the tokens of the last pass."""
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        try:
-            self._packed.wait()
-            plan = self.scheduler.schedule_ahead()
-            if plan is not None:
-                step = self._run(plan, pending.tokens_of(plan.sequences))
-        finally:
-            self._take(pending)
-        if plan is not None:
-            self.scheduler.record(plan)
-            self._pending = self._sample(plan, step)
-
-    def _run(self, plan: Plan, tokens_before: Tensor | None = None) -> StepLogits:
-        try:
-            for copies in plan.copies:
-                getattr(self.cache, copies.kind)(copies.pairs)
-            return self._packed.run(plan, tokens_before)
-        except Exception as error:
-            name_requests(error, plan.sequences)
-            raise
-
-    def _sample(self, plan: Plan, step: StepLogits) -> PendingTokens:
-        """Samples the tokens of a pass. They are not fetched yet."""
-        ready = self.scheduler.computed(plan)
-        try:
-            agree = None if self._ranks is None else self._ranks.agree
-            pending = sample_step(self._sampler, plan, ready, step, agree)
-        except Exception as error:
-            name_requests(error, ready)
-            raise
-        for sequence in ready:
-            sequence.num_pending = 1
-        return pending
-
-    def _take(self, pending: PendingTokens) -> None:
-        """Fetches the tokens of a pass and appends them to their sequences.
-
-        A request ends with an error if its logits are not finite or the tokenizer fails.
-        """
-        try:
-            new = pending.fetch()
-        except Exception as error:  # of the pass, which ran asynchronously
-            name_requests(error, pending.sequences)
-            raise
-        now = time.perf_counter()
-        for sequence, tokens in zip(pending.sequences, new):
-            sequence.num_pending = 0
-            if sequence.finish_reason is not None:  # it ended meanwhile: drop the tokens
-                continue
-            request = sequence.request
-            queue = self._queues.get(request.id, self._undelivered)
-            try:
-                if sequence in pending.extras.errors:
-                    raise pending.extras.errors[sequence]
-                if sequence in pending.extras.drafted:
-                    self.scheduler.accept(sequence, len(tokens) - 1)
-                for token in tokens:
-                    queue.append(self._outputs.add_token(sequence, token, now))
-                    if sequence.finish_reason is not None:
-                        break
-            except Exception as error:
-                self._end(request, error)
-                continue
-            if request.is_finished:
-                del self._requests[request.id]
-
-
-class _Exclusive:
-    """The lock of an engine in a ``with`` statement. A contextmanager takes 3 us longer."""
-
-    __slots__ = ("_engine",)
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        engine = self._engine
-        engine._lock.__enter__()
-        if engine._cancelled:
-            try:
-                engine._end_cancelled()
-            except BaseException:
-                engine._lock.release()
-                raise
-
-    def __exit__(self, *error: object) -> None:
-        engine = self._engine
-        engine._lock.release()
-        if engine._cancelled:
-            engine._cancel(())

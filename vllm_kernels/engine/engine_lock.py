@@ -1,14 +1,20 @@
-"""The lock around an engine's calls: first come, first served, not reentrant, not forked."""
+"""The lock around an engine's calls: first come, first served, not reentrant, not forked.
+
+Who has it also ends the requests that nobody waits for any more.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import deque
+from collections.abc import Iterable
 
 from ..errors import EngineBusy, Error
+from .open_requests import OpenRequests
+from .tensor_parallel import Ranks
 
-__all__ = ["EngineLock", "called_in_fork"]
+__all__ = ["EngineLock", "Exclusive", "called_in_fork"]
 
 
 def called_in_fork(name: str, pid: int) -> Error:
@@ -89,3 +95,58 @@ class EngineLock:
     @property
     def _is_forked(self) -> bool:
         return os.getpid() != self._pid
+
+
+class Exclusive:
+    """An engine's lock in a ``with`` statement, which also ends cancelled requests.
+
+    A contextmanager takes 3 us longer.
+
+    Args:
+        requests: The engine's requests.
+        ranks: They hear of requests that end.
+    """
+
+    __slots__ = ("_cancelled", "_lock", "_ranks", "_requests")
+
+    def __init__(self, requests: OpenRequests, ranks: Ranks | None) -> None:
+        self._lock = EngineLock()
+        self._cancelled: deque[int] = deque()  # ids of requests that nobody waits for
+        self._requests = requests
+        self._ranks = ranks
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+        if self._cancelled:
+            try:
+                self._end_cancelled()
+            except BaseException:
+                self._lock.release()
+                raise
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        if self._cancelled:
+            self.cancel(())
+
+    def cancel(self, request_ids: Iterable[int]) -> None:
+        """Ends requests without waiting for the lock, so that a finalizer may call it.
+
+        If a thread has the lock, that thread ends the requests when it releases the lock.
+        """
+        self._cancelled.extend(request_ids)
+        while self._cancelled and self._lock.try_acquire():
+            try:
+                self._end_cancelled()
+            finally:
+                self._lock.release()
+
+    def _end_cancelled(self) -> None:
+        requests = self._requests
+        while self._cancelled:
+            request_id = self._cancelled.popleft()
+            requests.queues.pop(request_id, None)
+            if request_id in requests.by_id:
+                if self._ranks is not None:
+                    self._ranks.note("abort", request_id)
+                requests.end(requests.by_id[request_id])

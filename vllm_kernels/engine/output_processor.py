@@ -7,8 +7,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..errors import InvalidArgument, NonFiniteLogits
 from .detokenizer import Detokenizer
 from .outputs import TokenOutput
-from .pending_tokens import SampledToken
 from .request import FinishReason, Request, Sequence
+from .sampling.pending_tokens import SampledToken
 from .scheduler import Scheduler
 
 __all__ = ["OutputProcessor", "end_tokens"]

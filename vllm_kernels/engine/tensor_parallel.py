@@ -38,6 +38,7 @@ from .speculative.options import DraftModel
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .passes import Passes
 
 __all__ = ["Ranks", "time_limit"]
 
@@ -143,7 +144,7 @@ class Ranks:
         if not self._is_following:
             self._calls.append((name, *arguments))
 
-    def begin(self, engine: Engine, name: str = "step") -> None:
+    def begin(self, passes: Passes, name: str = "step") -> None:
         """Waits until all ranks make the call ``name``, and compares the calls before it.
 
         Raises:
@@ -153,7 +154,7 @@ class Ranks:
             return  # follow() has received the call
         calls, self._calls = [*self._calls, (name,)], []
         try:
-            theirs, state = self._from_rank_0(calls, engine)
+            theirs, state = self._from_rank_0(calls, passes)
             if theirs != calls:
                 mine, other = _first_difference(calls, theirs)
                 raise Error(
@@ -161,14 +162,14 @@ class Ranks:
                     "every rank, or call follow() on all but rank 0"
                 )
             if name != "close":  # which ends all requests
-                self._refuse_other_state(engine, state)
+                self._refuse_other_state(passes, state)
         except BaseException as error:
             self._raise(error)
 
-    def end(self, engine: Engine) -> None:
+    def end(self, passes: Passes) -> None:
         """Waits until all ranks close their engines."""
         if self.failure is None:
-            self.begin(engine, "close")
+            self.begin(passes, "close")
 
     def follow(self, engine: Engine) -> None:
         """Repeats rank 0's calls until it closes its engine."""
@@ -177,11 +178,11 @@ class Ranks:
         self._is_following = True
         try:
             while not engine.cache.is_freed:
-                (*before, last), state = self._from_rank_0([], engine)
+                (*before, last), state = self._from_rank_0([], engine._passes)
                 for call in before:
                     _repeat(engine, call)
                 if last != ("close",):
-                    self._refuse_other_state(engine, state)
+                    self._refuse_other_state(engine._passes, state)
                 _repeat(engine, last)
         except BaseException as error:
             self._raise(error)
@@ -221,12 +222,12 @@ class Ranks:
 
     # Inner workings.
 
-    def _from_rank_0(self, calls: list[Call], engine: Engine) -> tuple[list[Call], int]:
+    def _from_rank_0(self, calls: list[Call], passes: Passes) -> tuple[list[Call], int]:
         """Returns rank 0's calls, and the state of its scheduler."""
         body = b""
         state = 0
         if self.rank == 0:
-            state = _state(engine)
+            state = _state(passes)
             if calls != _STEP:
                 body = pickle.dumps(calls)
         header = torch.tensor([len(body), state])
@@ -259,8 +260,8 @@ class Ranks:
             raise raised from error
         raise error
 
-    def _refuse_other_state(self, engine: Engine, state: int) -> None:
-        if _state(engine) != state:
+    def _refuse_other_state(self, passes: Passes, state: int) -> None:
+        if _state(passes) != state:
             raise Error(
                 "Engine: scheduler: expected the state of rank 0's, got another one: give equal "
                 "options and tokenizers on all ranks"
@@ -279,15 +280,15 @@ def _plain(option: object) -> object:
     return option.tolist() if isinstance(option, Tensor) else option
 
 
-def _state(engine: Engine) -> int:
+def _state(passes: Passes) -> int:
     """Returns a summary of an engine's options, scheduler and blocks, equal in every process."""
-    scheduler, counts = engine.scheduler, engine.scheduler.statistics
+    scheduler, counts = passes.scheduler, passes.scheduler.statistics
     return hash((
-        engine._ranks and engine._ranks.options,
+        passes.ranks and passes.ranks.options,
         scheduler.max_batch_size, scheduler.max_batch_tokens, scheduler.max_length,
-        scheduler.prefix_caching, engine._overlap, engine.manager.num_host_blocks,
+        scheduler.prefix_caching, passes.overlap, passes.manager.num_host_blocks,
         scheduler.num_unfinished, scheduler.num_running, counts.num_steps, counts.num_tokens,
-        counts.num_errors, counts.num_cached_tokens, engine.manager.num_free_blocks,
+        counts.num_errors, counts.num_cached_tokens, passes.manager.num_free_blocks,
     ))  # fmt: skip
 
 

@@ -28,9 +28,10 @@ from .._C import (
     Statistics,
     UnknownSequence,
 )
+from .arguments import Integers, MultimodalItem, Tokens
 from .buffers import BatchBuffers
 from .events import AllBlocksCleared, BlockRemoved, BlockStored
-from .manager import Integers, KVCacheManager, MultimodalItem, Tokens
+from .manager import KVCacheManager
 
 __all__ = [
     "AllBlocksCleared",

@@ -2,88 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from numbers import Integral
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from .. import _C
-from .._C import InvalidArgument, Statistics
+from .._C import InvalidArgument
+from .arguments import Integers, MultimodalItem, Tokens, native_buffers, refuse_kinds
 from .buffers import BatchBuffers
 from .events import AllBlocksCleared, BlockRemoved, BlockStored
+from .queries import Queries
 
 __all__ = ["Integers", "KVCacheManager", "MultimodalItem", "Tokens"]
 
-Integers: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int]"
-"""int64 (read in place) or int32 values of shape [n]: an array, a CPU tensor, or a list."""
-Tokens: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int]"
-"""Token ids in the range of int32: int32 or int64 of shape [n], as an array, CPU tensor or list."""
 
-
-class MultimodalItem(NamedTuple):
-    """An image or the like; its placeholder tokens do not identify it.
-
-    Example:
-        >>> from vllm_kernels.kv_cache import KVCacheManager, MultimodalItem
-        >>> manager = KVCacheManager(num_blocks=8, block_size=4)
-        >>> image = MultimodalItem(start=1, num_tokens=6, digest="sha256 of the image")
-        >>> manager.allocate(1, [7, 0, 0, 0, 0, 0, 0, 5], num_new=0, multimodal=[image])
-        0
-    """
-
-    start: int
-    """Its first token in the sequence."""
-    num_tokens: int
-    """Its number of placeholder tokens, >= 1."""
-    digest: bytes | str
-    """A hash of its contents."""
-
-
-def _natives(method: str, buffers: BatchBuffers | Sequence[BatchBuffers]) -> list[_C.BatchBuffers]:
-    if isinstance(buffers, BatchBuffers):
-        return [buffers._native]
-    try:
-        return [group._native for group in buffers]
-    except (AttributeError, TypeError):
-        raise InvalidArgument(
-            f"{method}: buffers: expected BatchBuffers, or a list of them, one a group of layers, "
-            f"got {_kinds(buffers)}"
-        ) from None
-
-
-def _kinds(buffers: object) -> str:
-    """The type of the buffers, or the types in their list."""
-    name = type(buffers).__name__
-    if not isinstance(buffers, list | tuple):
-        return name
-    return f"{name} of {', '.join(type(one).__name__ for one in buffers[:4])}"
-
-
-def _refuse_kinds(windows: object, **integers: object) -> None:
-    """Raises an error that names the argument that is no integer. Call it after the module has
-    refused the arguments."""
-
-    def fits(value: object) -> bool:
-        return isinstance(value, Integral) and -(2**63) <= int(value) < 2**63
-
-    for name, value in integers.items():
-        if not fits(value):
-            raise InvalidArgument(
-                f"KVCacheManager: {name}: expected an integer of 64 bits, got {value!r:.40}"
-            ) from None
-    if not isinstance(windows, Iterable) or not all(
-        window is None or fits(window) for window in windows
-    ):
-        raise InvalidArgument(
-            "KVCacheManager: windows: expected a list of integers of 64 bits or None, one a "
-            f"group of layers, got {windows!r:.40}"
-        ) from None
-
-
-class KVCacheManager:
+class KVCacheManager(Queries):
     """Block tables for many sequences over one pool of blocks.
 
     Sequence ids are any int64 values the caller likes. Sequences may share blocks (:meth:`fork`,
@@ -158,14 +93,12 @@ class KVCacheManager:
     """
 
     __slots__ = (
-        "_native",
         "block_size",
         "interleave",
         "num_blocks",
         "num_host_blocks",
         "shard",
         "shards",
-        "windows",
     )
 
     def __init__(
@@ -208,7 +141,7 @@ class KVCacheManager:
                 hash_key=hash_key,
             )
         except TypeError:
-            _refuse_kinds(windows, **integers)
+            refuse_kinds(windows, **integers)
             raise
         except InvalidArgument as error:  # of the pool, under its own name
             text = str(error).replace("BlockPool", "KVCacheManager", 1)
@@ -239,63 +172,7 @@ class KVCacheManager:
     def __reduce__(self) -> Any:
         return self._native.__reduce__()
 
-    def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._native
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of layers, each with block tables of its own."""
-        return len(self.windows)
-
-    @property
-    def null_block(self) -> int | None:
-        """The block that is never given out, 0, or None."""
-        return 0 if self._native.has_null_block else None
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds, cached ones included; they can be allocated."""
-        return self._native.num_free_blocks
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        """Host blocks that no sequence holds."""
-        return self._native.num_free_host_blocks
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that are allocated, swapped ones included."""
-        return self._native.num_sequences
-
     # One sequence.
-
-    def match(
-        self,
-        tokens: Tokens,
-        *,
-        salt: bytes | str | None = None,
-        adapter: bytes | str | None = None,
-        cache_dtype: bytes | str | None = None,
-        multimodal: Sequence[MultimodalItem] = (),
-    ) -> int:
-        """How many leading ones of ``tokens`` :meth:`allocate` would find cached; changes nothing.
-
-        Whole blocks, and fewer than all tokens: at least one is left to compute.
-        """
-        return self._native.match(tokens, salt, adapter, cache_dtype, multimodal)
-
-    def can_allocate(
-        self,
-        tokens: int | Tokens,
-        *,
-        salt: bytes | str | None = None,
-        adapter: bytes | str | None = None,
-        cache_dtype: bytes | str | None = None,
-        multimodal: Sequence[MultimodalItem] = (),
-    ) -> bool:
-        """Whether enough blocks are free for all of a new sequence: of so many tokens, or of these
-        ones, without those that are cached."""
-        return self._native.can_allocate(tokens, salt, adapter, cache_dtype, multimodal)
 
     def allocate(
         self,
@@ -398,46 +275,6 @@ class KVCacheManager:
                 ``num_computed`` is negative.
         """
         self._native.truncate(sequence_id, num_tokens, num_computed)
-
-    def num_tokens(self, sequence_id: int) -> int:
-        """Tokens of a sequence. Raises UnknownSequence."""
-        return self._native.num_tokens(sequence_id)
-
-    def num_local_tokens(self, sequence_id: int) -> int:
-        """The tokens of this rank among them: all of them without shards. Raises
-        UnknownSequence."""
-        return self._native.num_local_tokens(sequence_id)
-
-    def num_known_tokens(self, sequence_id: int) -> int:
-        """Leading tokens whose ids are known, -1 if the manager does not track them (any more:
-        no prefix caching, or :meth:`reset_prefix_cache`). Raises UnknownSequence."""
-        return self._native.num_known_tokens(sequence_id)
-
-    def is_swapped(self, sequence_id: int) -> bool:
-        """Whether the sequence is in host blocks. Raises UnknownSequence."""
-        return self._native.is_swapped(sequence_id)
-
-    def block_table(self, sequence_id: int, *, group: int = 0) -> npt.NDArray[np.int32]:
-        """Block ids of a sequence: int32 [ceil(tokens / block_size)], a copy; more with
-        lookahead, 0 for blocks before the window. Of a swapped one, host blocks (-1 there).
-
-        Raises UnknownSequence.
-        """
-        return self._native.block_table(sequence_id, group)
-
-    def slot_mapping(
-        self, sequence_id: int, start: int = 0, num_tokens: int | None = None, *, group: int = 0
-    ) -> npt.NDArray[np.int64]:
-        """Slots of ``num_tokens`` tokens from ``start`` on (None: to the end): int64 [num_tokens];
-        -1 before the window.
-
-        Raises UnknownSequence, and InvalidArgument for a range outside the sequence.
-        """
-        return self._native.slot_mapping(sequence_id, start, num_tokens, group)
-
-    def sequence_ids(self) -> list[int]:
-        """Ids of all sequences, in no order."""
-        return self._native.sequence_ids()
 
     # Many sequences in one call. The ids of one batch are distinct; counts are one for each of
     # them, or one int for all.
@@ -543,7 +380,7 @@ class KVCacheManager:
             InvalidArgument: more query tokens than a sequence has, or a batch that the buffers have
                 no room for.
         """
-        return self._native.build(sequence_ids, num_query_tokens, _natives("build", buffers))
+        return self._native.build(sequence_ids, num_query_tokens, native_buffers("build", buffers))
 
     def step(
         self,
@@ -562,18 +399,10 @@ class KVCacheManager:
         Raises:
             The errors of :meth:`append_batch` and of :meth:`build`.
         """
-        natives = _natives("step", buffers)
+        natives = native_buffers("step", buffers)
         return self._native.step(sequence_ids, num_tokens, natives, tokens, lookahead)
 
     # Host blocks.
-
-    def can_swap_out(self, sequence_ids: Integers) -> bool:
-        """Whether enough host blocks are free."""
-        return self._native.can_swap_out(sequence_ids)
-
-    def can_swap_in(self, sequence_ids: Integers) -> bool:
-        """Whether enough blocks are free, the watermark included if other sequences run."""
-        return self._native.can_swap_in(sequence_ids)
 
     def swap_out(self, sequence_ids: Integers) -> npt.NDArray[np.int64]:
         """Moves sequences to host blocks; their own become free. Until :meth:`swap_in` they can
@@ -606,10 +435,6 @@ class KVCacheManager:
 
     # Prefixes.
 
-    def num_common_prefix_blocks(self, sequence_ids: Integers, *, group: int = 0) -> int:
-        """Leading blocks, filled, that are the same in all of the sequences (cascade attention)."""
-        return self._native.num_common_prefix_blocks(sequence_ids, group)
-
     def evict_blocks(self, blocks: Integers) -> None:
         """Makes blocks unfindable; sequences that hold them keep them. Raises InvalidArgument for
         ids out of range."""
@@ -635,12 +460,3 @@ class KVCacheManager:
     def reset(self) -> None:
         """Forgets every sequence and every cached block, and sets the statistics to zero."""
         self._native.reset()
-
-    def statistics(self) -> Statistics:
-        """How full the cache is at this moment; the fields are described in ``Statistics``."""
-        return self._native.statistics()
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError unless counts, tables, prefixes and free lists agree. Reads all of
-        them."""
-        self._native.check_integrity()

@@ -6,32 +6,20 @@ blocks, and runs the copies that the manager asks for.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from reprlib import repr as short_repr
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 import vllm_kernels
 
-from ..errors import (
-    Error,
-    InvalidArgument,
-    InvalidIndex,
-    InvalidType,
-    OutOfMemory,
-    Unsupported,
-)
+from ..errors import Error, InvalidArgument, InvalidIndex, Unsupported
+from .memory import Pairs, flat, free_memory, mapping_of, new_pool
+from .scales import has_layer_scales, layer_scales
 from .shape import CACHE_DTYPES, LAYOUTS, KVShape, check_ints
 
 __all__ = ["CACHE_DTYPES", "LAYOUTS", "KVCache", "KVShape", "Pairs", "free_memory"]
-
-Pairs: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[Sequence[int]]"
-"""Blocks to copy, [n, 2]."""
 
 
 class KVCache:
@@ -92,7 +80,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.device = torch.device(device)
-        self._is_quantized = shape.cache_dtype != "auto" and not shape.has_token_scales
+        self._is_quantized = has_layer_scales(shape)
         tensors = range(shape.num_layers)
         of_layer = list(tensors if tensor_of_layer is None else tensor_of_layer)
         if set(of_layer) != set(tensors):
@@ -100,9 +88,9 @@ class KVCache:
                 f"KVCache: tensor_of_layer: expected all of 0 to {shape.num_layers - 1} (from "
                 f"shape.num_layers), got {of_layer}"
             )
-        self._k_scales = self._scales("k_scale", k_scale, len(of_layer))
-        self._v_scales = self._scales("v_scale", v_scale, len(of_layer))
-        pool = self._pool(num_blocks, self.device, pinned=False)
+        self._k_scales = layer_scales(shape, "k_scale", k_scale, len(of_layer), self.device)
+        self._v_scales = layer_scales(shape, "v_scale", v_scale, len(of_layer), self.device)
+        pool = new_pool(shape, num_blocks, self.device, pinned=False)
         self._keys, self._values, self._bounds, self._scales_of_tokens = pool
         self.key_caches = [self._keys[tensor] for tensor in of_layer]
         self.value_caches = [self._values[tensor] for tensor in of_layer]
@@ -114,8 +102,10 @@ class KVCache:
         self.page_bounds = [self._bounds[tensor] for tensor in of_layer if shape.page_bounds]
         self._host_pool: list[Tensor] = []
         if num_host_blocks:
-            pool = self._pool(num_host_blocks, torch.device("cpu"), self.device.type == "cuda")
-            self._host_pool = _flat(pool)
+            pool = new_pool(
+                shape, num_host_blocks, torch.device("cpu"), pinned=self.device.type == "cuda"
+            )
+            self._host_pool = flat(pool)
 
     @classmethod
     def from_bytes(
@@ -417,9 +407,9 @@ class KVCache:
         """Copy-on-write: within the device, in every layer: ``cache.copy(manager.step(...))``.
         ``pairs`` on the CPU, for no wait, or on the device."""
         if len(pairs):
-            mapping = _mapping(pairs)
+            mapping = mapping_of(pairs)
             vllm_kernels.copy_blocks(self._keys, self._values, mapping)
-            others = [*self._bounds, *_flat(self._scales_of_tokens)]
+            others = [*self._bounds, *flat(self._scales_of_tokens)]
             if others:
                 vllm_kernels.copy_blocks_mla(others, mapping)
 
@@ -487,103 +477,7 @@ class KVCache:
             return
         if not self.num_host_blocks:
             raise Error("KVCache: swap: there are no host blocks: give num_host_blocks")
-        mapping = _mapping(pairs)
-        pool = _flat([self._keys, self._values, self._bounds, *self._scales_of_tokens])
+        mapping = mapping_of(pairs)
+        pool = flat([self._keys, self._values, self._bounds, *self._scales_of_tokens])
         for device, host in zip(pool, self._host_pool):
             yield device, host, mapping
-
-    def _pool(
-        self, num_blocks: int, device: torch.device, pinned: bool
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[Tensor, ...]]]:
-        """Keys, values and bounds, a tensor a layer; for each layer the scales of tokens, of keys
-        and of values, then the zeros."""
-        shape = self.shape
-        stored, both = shape.stored_dtype, (num_blocks, shape.num_kv_heads, 2, shape.head_size)
-        key_shape, value_shape = shape.cache_shapes(num_blocks)
-        options: dict[str, Any] = {"device": device, "pin_memory": pinned}
-        layers = range(shape.num_layers)
-        floats = 2 * (shape.has_token_scales + shape.has_token_zeros)
-        of_tokens = num_blocks, shape.num_kv_heads, shape.block_size
-        try:
-            return (
-                [torch.empty(key_shape, dtype=stored, **options) for _ in layers],
-                [torch.empty(value_shape, dtype=stored, **options) for _ in layers],
-                [torch.empty(both, dtype=shape.dtype, **options)
-                 for _ in layers if shape.page_bounds],
-                [tuple(torch.empty(of_tokens, dtype=torch.float32, **options)
-                       for _ in range(floats)) for _ in layers],
-            )  # fmt: skip
-        except RuntimeError as error:
-            needed = num_blocks * self.shape.block_bytes
-            free = free_memory(device)
-            if needed <= free and not isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise OutOfMemory(
-                f"KVCache: {num_blocks:,} blocks: need {needed:,} bytes on {device}, free {free:,}"
-            ) from None
-
-    def _kind(self) -> str:
-        of_tokens = self.shape.has_token_scales
-        return self.shape.cache_dtype if of_tokens else str(self.shape.stored_dtype)
-
-    def _scales(self, name: str, scale: Tensor | float, layers: int) -> list[Tensor]:
-        """A tensor a layer: [num_kv_heads]."""
-        heads = self.shape.num_kv_heads
-        scales = torch.as_tensor(scale, dtype=torch.float32)
-        if not self._is_quantized and not bool((scales == 1).all()):
-            raise InvalidArgument(
-                f"KVCache: {name}: expected 1.0 (only 8-bit caches have one scale, this one is "
-                f"{self._kind()}), got {short_repr(scale)}"
-            )
-        if not bool(((scales > 0) & scales.isfinite()).all()):
-            raise InvalidArgument(
-                f"KVCache: {name}: expected more than 0 and finite, got {short_repr(scale)}"
-            )
-        if scales.ndim == 0:
-            scales = scales.expand(layers)
-        if scales.shape not in ((layers,), (layers, heads)):
-            raise InvalidArgument(
-                f"KVCache: {name}: expected a number, [{layers}] or [{layers}, {heads}], got "
-                f"{list(scales.shape)}"
-            )
-        scales = scales.reshape(layers, -1).expand(layers, heads)
-        return list(scales.to(self.device).contiguous())
-
-
-def _flat(lists: Iterable[Iterable[Tensor | tuple[Tensor, ...]]]) -> list[Tensor]:
-    """All tensors of lists of tensors or of tuples."""
-    return [
-        tensor
-        for each in lists
-        for one in each
-        for tensor in (one if isinstance(one, tuple) else (one,))
-    ]
-
-
-def _mapping(pairs: Pairs) -> Tensor:
-    """What copy_blocks and swap_blocks take."""
-    if isinstance(pairs, Tensor):
-        return pairs
-    array = np.asarray(pairs)
-    if array.dtype.kind not in "iu":
-        raise InvalidType(f"KVCache: pairs: expected integers, [n, 2], got {short_repr(pairs)}")
-    return torch.from_numpy(array.astype(np.int64))  # a copy, as arrays may be read-only
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that a new tensor on ``device`` may take: free memory, and memory that torch has
-    reserved but does not use.
-
-    Args:
-        device: a CPU or a CUDA device.
-
-    Example:
-        >>> from vllm_kernels.kv_cache.tensors import free_memory
-        >>> free_memory(torch.device("cpu")) > 0
-        True
-    """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + unused
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

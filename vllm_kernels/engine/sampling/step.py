@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ... import spec_verify
 from ...errors import InvalidArgument
-from ..pending_tokens import Extras, PendingTokens
 from ..plan import Plan
 from ..request import Request, Sequence
 from ..upload import upload
 from .logprobs import TokenLogprobs
+from .pending_tokens import Extras, PendingTokens
 from .sampler import Sampler
 
 __all__ = ["StepLogits", "sample_step"]

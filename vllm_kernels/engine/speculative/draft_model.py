@@ -17,10 +17,10 @@ from ...kv_cache.tensors import KVCache, KVShape, free_memory
 from ..fused_llama import refuse_changing_rotary
 from ..layer_groups import LayerGroups
 from ..model_runner import ModelRunner, layer_options
-from ..pending_tokens import PendingTokens
 from ..plan import Plan
 from ..refusals import num_logits
 from ..request import Sequence
+from ..sampling.pending_tokens import PendingTokens
 from ..sampling.sampler import Sampler
 from .options import DraftModel
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .request import Request, Sequence
-from .sampling.logprobs import TokenLogprobs, TopLogprobs
-from .upload import download, upload
+from ..request import Request, Sequence
+from ..upload import download, upload
+from .logprobs import TokenLogprobs, TopLogprobs
 
 __all__ = ["Extras", "PendingTokens", "SampledToken"]
 

@@ -11,29 +11,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
 
-from ..errors import Error, InvalidArgument
-from ..kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
-from .plan import Copies, Plan, SchedulerStatistics, blocks_at_most, num_usable_blocks
-from .request import FinishReason, Request, Sequence
+from ...errors import Error, InvalidArgument
+from ...kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
+from ..plan import Copies, Plan, SchedulerStatistics, blocks_at_most, num_usable_blocks
+from ..request import FinishReason, Request, Sequence
+from .admission import Admission, chunk
+from .queues import Queues
 
 __all__ = ["Scheduler"]
-
-
-_MAX_PROMPT_LOGITS = 256
-"""Maximum number of tokens per pass and sequence whose logits are all kept."""
-
-
-@dataclass
-class _Queues:
-    waiting: deque[Sequence] = field(default_factory=deque)  # hold no blocks
-    swapped: deque[Sequence] = field(default_factory=deque)  # hold host blocks
-    running: list[Sequence] = field(default_factory=list)  # in order of arrival
-    held: deque[Sequence] = field(default_factory=deque)  # may not run now; hold no blocks
 
 
 class Scheduler:
@@ -98,9 +87,15 @@ class Scheduler:
         self._may_cascade = may_cascade
         # Only layer groups without a window can cascade.
         self._full_groups = [group for group, window in enumerate(manager.windows) if not window]
-        self.watermark_blocks = max(1, manager.num_blocks // 100)
         self.statistics = SchedulerStatistics()
-        self._queues = _Queues()
+        self._queues = Queues()
+        self._admission = Admission(
+            manager,
+            self._queues,
+            max_batch_size=max_batch_size,
+            max_batch_tokens=max_batch_tokens,
+            prefix_caching=prefix_caching,
+        )
         self._next_id = count()
         self._isolated: frozenset[Request] | None = None  # only these may run
 
@@ -143,10 +138,7 @@ class Scheduler:
 
         The prefix cache can still find the blocks, unless the reason is an error.
         """
-        queues = self._queues
-        for queue in (queues.running, queues.waiting, queues.swapped, queues.held):
-            if sequence in queue:
-                queue.remove(sequence)
+        self._queues.remove(sequence)
         if sequence.id in self.manager:
             num_computed = 0 if reason is FinishReason.ERROR else None
             self.manager.free(sequence.id, num_computed=num_computed)
@@ -184,9 +176,7 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """The number of sequences that wait, run, are swapped out or held."""
-        queues = self._queues
-        held = len(queues.held)
-        return len(queues.waiting) + len(queues.running) + len(queues.swapped) + held
+        return len(self._queues)
 
     @property
     def num_running(self) -> int:
@@ -223,7 +213,7 @@ class Scheduler:
         copies: list[Copies] = []
         drafts = dict(drafts or {})
         chosen, budget = self._continue_running(drafts)
-        admitted = self._admit(chosen, budget, copies)
+        admitted = self._admission.admit(chosen, budget, copies, self.statistics)
         while True:
             if not chosen:  # add() should have refused it
                 first = (self._queues.swapped or self._queues.waiting)[0]
@@ -258,7 +248,7 @@ class Scheduler:
             blocks run short. Then fetch the tokens and call :meth:`schedule`.
         """
         queues = self._queues
-        if queues.swapped or (queues.waiting and self._may_admit(queues.waiting[0])):
+        if queues.swapped or (queues.waiting and self._admission.may_admit(queues.waiting[0])):
             return None
         order = []
         for sequence in queues.running:
@@ -322,7 +312,7 @@ class Scheduler:
         """
         self.manager.free_batch(self.manager.sequence_ids())
         self.manager.reset_prefix_cache()
-        self._queues = _Queues()
+        self._queues.clear()
         for request in requests:
             for sequence in request.sequences:
                 if sequence.finish_reason is None:
@@ -368,7 +358,7 @@ class Scheduler:
         for sequence in prompts:
             if budget == 0:
                 break
-            chosen[sequence] = self._chunk(sequence, budget)
+            chosen[sequence] = chunk(sequence, budget)
             budget -= chosen[sequence]
         return chosen, budget
 
@@ -378,102 +368,6 @@ class Scheduler:
             sequence.request.params.max_tokens - sequence.num_sampled,
             self.max_length - sequence.length,
         )
-
-    @staticmethod
-    def _chunk(sequence: Sequence, budget: int) -> int:
-        """Returns the number of tokens to compute next. Logits of many tokens need memory."""
-        if sequence.wants_prompt_logprobs:
-            budget = min(budget, _MAX_PROMPT_LOGITS)
-        return min(sequence.num_to_compute, budget)
-
-    def _admit(
-        self, chosen: dict[Sequence, int], budget: int, copies: list[Copies]
-    ) -> list[Sequence]:
-        """Admits sequences that fit, swapped ones before waiting ones, in order of arrival."""
-        queues = self._queues
-        if not queues.swapped and not queues.waiting:
-            return []
-        places = self._places()
-        while queues.swapped and places and budget:
-            sequence = queues.swapped[0]
-            needed = self._blocks(len(sequence.tokens))
-            if not self.manager.can_swap_in([sequence.id]) or self._is_tight(needed):
-                return []
-            copies.append(Copies("swap_in", self.manager.swap_in([sequence.id])))
-            queues.swapped.popleft()
-            self._run(sequence)
-            chosen[sequence] = self._chunk(sequence, budget)
-            budget -= chosen[sequence]
-            places -= 1
-        if queues.swapped:
-            return []
-        admitted: list[Sequence] = []
-        # Blocks that running prompts still need. Admission counted all of their tokens.
-        promised = sum(self._blocks(sequence.num_to_compute) for sequence in queues.running)
-        while queues.waiting and budget:
-            sequence = queues.waiting[0]
-            if places < sequence.width:
-                break
-            tokens = np.array(sequence.tokens, np.int32)
-            # can_allocate counts the whole prompt in every group, although a window holds less.
-            # If nothing else runs, the check in add() is enough.
-            salt = sequence.request.salt
-            if queues.running and not self.manager.can_allocate(tokens, salt=salt):
-                break
-            matched = self.manager.match(tokens, salt=salt)
-            needed = self._blocks(len(tokens) - matched)
-            if self._is_tight(promised + needed) or self._comes(sequence, matched, chosen):
-                break
-            cached = self.manager.allocate(sequence.id, tokens, num_new=0, salt=salt)
-            queues.waiting.popleft()
-            self._run(sequence)
-            self._count_cached(sequence, cached)
-            admitted.append(sequence)
-            promised += needed
-            places -= sequence.width
-            chosen[sequence] = self._chunk(sequence, budget)
-            budget -= chosen[sequence]
-        return admitted
-
-    def _comes(self, sequence: Sequence, matched: int, chosen: dict[Sequence, int]) -> bool:
-        """Whether this pass computes a prefix that ``sequence`` should wait for.
-
-        The prefix must be half of its missing tokens and an eighth of ``max_batch_tokens``.
-        """
-        if not self.prefix_caching:
-            return False
-        tokens, block = sequence.tokens, self.manager.block_size
-        min_common = max((len(tokens) - matched + 1) // 2, self.max_batch_tokens // 8, 1)
-        for other, num_tokens in chosen.items():
-            until = min(other.num_computed + num_tokens, len(tokens) - 1) // block * block
-            if (
-                num_tokens == 1
-                or until - matched < min_common
-                or other.request.salt != sequence.request.salt
-                or other.tokens[matched : matched + block] != tokens[matched : matched + block]
-            ):
-                continue
-            differs = np.array(tokens[:until]) != np.array(other.tokens[:until])
-            common = int(differs.argmax()) // block * block if differs.any() else until
-            if common - matched >= min_common:
-                return True
-        return False
-
-    def _places(self) -> int:
-        """Returns the number of sequences that may still be admitted."""
-        return self.max_batch_size - sum(sequence.width for sequence in self._queues.running)
-
-    def _may_admit(self, sequence: Sequence) -> bool:
-        """Whether :meth:`_admit` may admit a waiting sequence. This is an estimate."""
-        if self._places() < sequence.width:
-            return False
-        tokens = np.array(sequence.tokens, np.int32)
-        return self.manager.can_allocate(tokens, salt=sequence.request.salt)
-
-    def _is_tight(self, needed: int) -> bool:
-        """Whether ``needed`` blocks would leave too few for the running sequences."""
-        free = self.manager.num_free_blocks - self.watermark_blocks
-        return bool(self._queues.running) and needed > free
 
     def _step(
         self,
@@ -516,14 +410,6 @@ class Scheduler:
             return 0
         return min(self.manager.num_common_prefix_blocks(ids, group=group) for group in groups)
 
-    def _run(self, sequence: Sequence) -> None:
-        """Adds a sequence to the running ones, in order of arrival."""
-        running = self._queues.running
-        at = len(running)
-        while at and running[at - 1].request.arrival > sequence.request.arrival:
-            at -= 1
-        running.insert(at, sequence)
-
     def _send_back(self, sequence: Sequence, chosen: dict[Sequence, int]) -> None:
         """Undoes an admission."""
         del chosen[sequence]
@@ -562,18 +448,7 @@ class Scheduler:
                 next(self._next_id), request, index, list(sequence.tokens), sequence.num_computed
             )
             self.manager.fork(sequence.id, child.id)
-            self._run(child)
+            self._queues.run(child)
             children.append(child)
         request.sequences += children
         return children
-
-    def _count_cached(self, sequence: Sequence, cached: int) -> None:
-        sequence.num_computed = cached
-        request = sequence.request
-        if request.num_cached_tokens is None:  # first admission, not a recomputation
-            request.num_cached_tokens = cached
-            self.statistics.num_cached_tokens += cached
-            self.statistics.num_prompt_tokens += len(sequence.tokens)
-
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.manager.block_size) * self.manager.num_groups

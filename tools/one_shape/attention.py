@@ -1,0 +1,196 @@
+"""Attention over pages and over contiguous keys: one call per kernel."""
+
+from __future__ import annotations
+
+import torch
+
+import vllm_kernels
+
+from .common import CUDA, DTYPES, in_vllm_layout, rows_by_layout
+
+
+def attention() -> None:
+    """v1 and v2: every pair of types, padded head size and page size, ragged lengths with 0."""
+    lengths = [0, 1, 17, 530]
+    for dtype in DTYPES:
+        for cache_dtype in ("auto", "fp8_e4m3", "fp8_e5m2"):
+            for heads, kv_heads, head_size, block_size in (
+                (8, 2, 128, 16), (12, 1, 128, 32), (4, 4, 64, 8), (18, 2, 80, 16), (4, 1, 240, 16),
+                (10, 1, 256, 32),
+            ):  # fmt: skip
+                _attention(dtype, cache_dtype, heads, kv_heads, head_size, block_size, lengths)
+
+
+def _attention(dtype, cache_dtype, heads, kv_heads, head_size, block_size, lengths) -> None:
+    size = dtype.itemsize if cache_dtype == "auto" else 1
+    x, pages, num_seqs = 16 // size, 70, len(lengths)
+    keys = torch.randn(pages, kv_heads, head_size // x, block_size, x, device=CUDA)
+    values = torch.randn(pages, kv_heads, head_size, block_size, device=CUDA)
+    if cache_dtype == "auto":
+        keys, values = keys.to(dtype), values.to(dtype)
+    else:
+        stored = torch.float8_e4m3fn if cache_dtype == "fp8_e4m3" else torch.float8_e5m2
+        keys, values = keys.to(stored).view(torch.uint8), values.to(stored).view(torch.uint8)
+    tables = torch.randint(0, pages, (num_seqs, 67), device=CUDA, dtype=torch.int32)
+    query = torch.randn(num_seqs, heads, head_size, device=CUDA, dtype=dtype)
+    out, one = torch.empty_like(query), torch.ones(1, device=CUDA)
+    seq_lens = torch.tensor(lengths, device=CUDA, dtype=torch.int32)
+    slopes = torch.rand(heads, device=CUDA)
+    arguments = (query, keys, values, kv_heads, 0.1, tables, seq_lens, block_size, max(lengths))
+    vllm_kernels.paged_attention_v1(out, *arguments, None, cache_dtype, one, one)
+    sums = torch.empty(num_seqs, heads, 2, device=CUDA)
+    partial = torch.empty(num_seqs, heads, 2, head_size, device=CUDA, dtype=dtype)
+    scratch = (out, sums, torch.empty_like(sums), partial)
+    vllm_kernels.paged_attention_v2(*scratch, *arguments, slopes, cache_dtype, one, one)
+    sparse = (0, 1, 2, 64, 1)
+    vllm_kernels.paged_attention_v2(*scratch, *arguments, None, cache_dtype, one, one, *sparse)
+
+
+def general_attention() -> None:
+    """paged_attention: every form of page, padded and whole heads, one and several query tokens."""
+    eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    lens = torch.tensor([700, 0, 33, 5], dtype=torch.int32, device=CUDA)
+    starts = torch.tensor([0, 9, 10, 14, 15], dtype=torch.int32, device=CUDA)
+    for dtype in DTYPES:
+        for stored in (dtype, *eight_bits):
+            for head_size, page in (
+                (128, 16), (64, 16), (48, 32), (256, 8), (96, 64), (80, 16), (112, 8), (192, 256),
+            ):  # fmt: skip
+                pages, heads = -(-700 // page) + 8, 2
+                tables = torch.randint(0, pages, (4, -(-700 // page)), device=CUDA).int()
+                rows = torch.randn(pages, page, heads, head_size, device=CUDA).to(stored)
+                for layout, (key, value) in rows_by_layout(rows).items():
+                    query = torch.randn(4, 8, head_size, device=CUDA, dtype=dtype)
+                    call = vllm_kernels.paged_attention
+                    call(query, key, value, tables, lens, layout=layout, return_lse=True)
+                    query = torch.randn(15, 8, head_size, device=CUDA, dtype=dtype)
+                    call(query, key, value, tables, lens, layout=layout, query_start_loc=starts)
+                    if dtype == torch.bfloat16 and page == 16:
+                        query = torch.randn(4, 32, head_size, device=CUDA, dtype=dtype)
+                        call(query, key, value, tables, lens, layout=layout, fixed_split_size=64)
+                        call(query, key, value, tables, lens, layout=layout, kv_ready=True)
+                    torch.cuda.synchronize()  # racecheck fails with hundreds of launches in flight
+
+
+def prompts() -> None:
+    """paged_attention of prompts beside decodes: every head size, layout and kind of score."""
+    heads, page = 24, 16  # 3 tiles of 128 rows of each are enough for the kernel of many rows
+    lens = torch.tensor([300, 47, 333], dtype=torch.int32, device=CUDA)
+    starts = torch.tensor([0, 290, 291, 380], dtype=torch.int32, device=CUDA)
+    for dtype in DTYPES:
+        for head_size in (64, 96, 128, 192, 256):
+            tables = torch.randperm(3 * 21, device=CUDA).view(3, 21).int()
+            rows = torch.randn(3 * 21, page, heads, head_size, device=CUDA, dtype=dtype)
+            query = torch.randn(380, heads, head_size, device=CUDA, dtype=dtype)
+            eight = rows.to(torch.float8_e4m3fn)
+            pages = {
+                "NHD": (rows, rows),
+                "vllm": in_vllm_layout(rows),
+                "HND": (eight.transpose(1, 2),) * 2,
+            }
+            for layout, (key, value) in pages.items():
+                for options in ({}, {"sliding_window": 70}, {"softcap": 2.0}, {"causal": False}):
+                    vllm_kernels.paged_attention(
+                        query, key, value, tables, lens, layout=layout, query_start_loc=starts,
+                        max_query_len=290, return_lse=True, **options,
+                    )  # fmt: skip
+                    torch.cuda.synchronize()
+
+
+def tree_masks() -> None:
+    """Trees of new tokens: decode with one and several warps a pipeline, wgmma, and SIMT."""
+    lens = torch.tensor([300, 9, 70], dtype=torch.int32, device=CUDA)
+    starts = torch.tensor([0, 9, 18, 27], dtype=torch.int32, device=CUDA)
+    words = torch.randint(2**31, (27,), device=CUDA)
+    for dtype in DTYPES:
+        for stored in (dtype, torch.float8_e4m3fn):
+            for page, group, head_size in ((16, 1, 64), (16, 8, 128), (16, 8, 256), (2, 4, 64)):
+                pages = -(-300 // page)
+                tables = torch.randperm(3 * pages, device=CUDA).view(3, pages).int()
+                rows = torch.randn(3 * pages, page, 2, head_size, device=CUDA).to(stored)
+                query = torch.randn(27, 2 * group, head_size, device=CUDA, dtype=dtype)
+                for tree in (words, words.int()):
+                    vllm_kernels.paged_attention(
+                        query, rows, rows, tables, lens, layout="NHD", query_start_loc=starts,
+                        max_query_len=9, tree_mask=tree,
+                    )  # fmt: skip
+
+
+def contiguous_keys() -> None:
+    """varlen_attention: causal and not, few and many query tokens, every pair of types."""
+    eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    starts = torch.tensor([0, 290, 291, 380], dtype=torch.int32, device=CUDA)
+    for dtype in DTYPES:
+        for stored in (dtype, *eight_bits):
+            for head_size in (64, 96, 128, 192, 256):
+                key = torch.randn(380, 4, head_size, device=CUDA).to(stored)
+                for count, options in ((380, {}), (380, {"window": (70, 9)}), (3, {})):
+                    query = torch.randn(count, 24, head_size, device=CUDA, dtype=dtype)
+                    few = starts if count == 380 else torch.arange(4, device=CUDA).int()
+                    for causal in (True, False):
+                        vllm_kernels.varlen_attention(
+                            query, key, key, few, starts, max_query_len=290, causal=causal,
+                            return_lse=True, **options,
+                        )  # fmt: skip
+                torch.cuda.synchronize()
+
+
+def decode_steps() -> None:
+    """fused_decode_attention: every layout and pair of types, aligned tokens and others."""
+    eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    lens = torch.tensor([300, 0, 33, 1], dtype=torch.int32, device=CUDA)
+    positions = torch.tensor([299, 0, 32, 0], device=CUDA)
+    for dtype in DTYPES:
+        for stored in (dtype, *eight_bits):
+            for head_size, page, shift in ((128, 16, 0), (64, 32, 1)):
+                pages = -(-300 // page)
+                tables = torch.randperm(4 * pages, device=CUDA).view(4, pages).int()
+                blocks = tables.gather(1, positions[:, None] // page).squeeze(1)
+                slots = torch.where(lens > 0, blocks * page + positions % page, -1)
+                cos_sin = torch.randn(300, head_size, device=CUDA, dtype=dtype)
+                rows = torch.randn(4 * pages, page, 2, head_size, device=CUDA).to(stored)
+                by_layout = {
+                    "NHD": (rows, rows.clone()),
+                    "HND": tuple(rows.transpose(1, 2).contiguous() for _ in range(2)),
+                    "vllm": in_vllm_layout(rows),
+                }
+                width = 12 * head_size
+                packed = torch.randn(4, width + shift, device=CUDA, dtype=dtype)
+                extras = torch.randn(width + 2 * head_size, device=CUDA, dtype=dtype)
+                bias, q_weight, k_weight = extras.split([width, head_size, head_size])
+                for layout, caches in by_layout.items():
+                    for norms in ({}, {"bias": bias, "q_weight": q_weight, "k_weight": k_weight}):
+                        vllm_kernels.fused_decode_attention(
+                            packed[:, shift:], positions, cos_sin, *caches, slots, tables, lens,
+                            is_neox=not norms, layout=layout, **norms,
+                        )  # fmt: skip
+
+
+def appended_tokens() -> None:
+    """attention_with_kvcache, for pages and for rows: the kernel that appends and computes the
+    indices, and that of the indices alone, which also serves tokens that are not aligned."""
+    lens = torch.tensor([300, 0, -1, 33], dtype=torch.int32, device=CUDA)
+    tables = torch.randperm(4 * 20, device=CUDA).view(4, 20).int()
+    for dtype in DTYPES:
+        pages = torch.randn(2, 4 * 20, 16, 2, 64, device=CUDA).to(dtype)
+        for count in (1, 3):
+            query = torch.randn(4, count, 8, 64, device=CUDA).to(dtype)
+            for caches, table in ((pages, tables), (pages.view(2, 4, 320, 2, 64), None)):
+                for new in (None, query[:, :, :2]):
+                    vllm_kernels.attention_with_kvcache(
+                        query, *caches, lens, block_tables=table, key=new, value=new
+                    )
+            starts = count * torch.arange(5, dtype=torch.int32, device=CUDA)
+            vllm_kernels.attention_with_kvcache(
+                query.flatten(0, 1), *pages, 70 * starts, block_tables=tables, cumulative=True,
+                query_start_loc=starts, max_query_len=count,
+            )  # fmt: skip
+            odd = torch.randn(4, count, 2, 65, device=CUDA).to(dtype)[..., 1:]
+            wide = 16 // dtype.itemsize
+            packed = pages[0].view(80, 2, -1, 16, wide), pages[1].view(80, 2, 64, 16)
+            eight = pages.to(torch.float8_e4m3fn)
+            for caches, layout in ((packed, "vllm"), (eight, "NHD"), (pages, "NHD")):
+                for new in (query[:, :, :2], odd):
+                    vllm_kernels.attention_with_kvcache(
+                        query, *caches, lens, block_tables=tables, key=new, value=new, layout=layout
+                    )
