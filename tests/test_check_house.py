@@ -45,15 +45,6 @@ def test_red_on_a_file_that_is_too_long(house, capsys, name):
     assert f"{name}: 501 lines, at most 500\n" in capsys.readouterr().out
 
 
-def test_a_listed_file_has_a_limit_of_its_own(house, capsys, monkeypatch):
-    monkeypatch.setitem(house.LONG_FILES, "tools/a.py", (600, "a reason"))
-    add(house, "tools/a.py", 600)
-    assert house.main() == 0, capsys.readouterr().out
-    add(house, "tools/a.py", 601)
-    assert house.main() == 1
-    assert "tools/a.py: 601 lines, at most 600\n" in capsys.readouterr().out
-
-
 def test_other_files_may_be_long(house, capsys):
     for name in ("vllm_kernels/README.md", "tests/test_a.py", "benchmarks/results/a.json"):
         add(house, name, 501)

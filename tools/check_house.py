@@ -5,8 +5,7 @@
 - No torch, Python or pybind11 header in the kernel rooms.
 - csrc/torch_ops narrows numbers only in base/check.h: int32_size() refuses what does not fit.
 - No function is longer than 150 lines, except those of LONG_FUNCTIONS with their reasons.
-- No source file of csrc, vllm_kernels, tools or benchmarks has more than 500 lines, except those
-  of LONG_FILES with their reasons.
+- No source file of csrc, vllm_kernels, tools or benchmarks has more than 500 lines.
 """
 
 from __future__ import annotations
@@ -64,19 +63,6 @@ LONG_FUNCTIONS = {
     ): "a main loop: the order of wgmma, waits and softmax is the algorithm",
     ("vllm_kernels/ops/paged_attention.py", "paged_attention"): "three quarters are its docstring",
 }
-# Lines allowed, and the reason.
-LONG_FILES = {
-    "csrc/cpu/attention/paged_attention.cpp": (529, "being cut"),
-    "csrc/cuda/attention/common/kv_pipeline.cuh": (690, "being cut"),
-    "csrc/cuda/attention/decode/decode_kernel.cuh": (572, "being cut"),
-    "csrc/cuda/attention/decode/warp_mma.cuh": (505, "being cut"),
-    "csrc/cuda/attention/decode/warpgroup_mma.cuh": (625, "being cut"),
-    "csrc/cuda/attention/dispatch.cpp": (581, "being cut"),
-    "csrc/kv_cache/kv_cache_manager.cpp": (589, "being cut"),
-    "csrc/kv_cache/kv_cache_manager_batch.cpp": (524, "being cut"),
-    "csrc/kv_cache/kv_cache_manager_prefix.cpp": (608, "being cut"),
-    "csrc/python/kv_cache.cpp": (537, "being cut"),
-}
 SOURCE = re.compile(r"\.(cu|cuh|cpp|h|py)$")
 FOREIGN = re.compile(r'#include\s*[<"](torch|ATen|c10|pybind11|Python\.h)')
 NARROWING = re.compile(r"static_cast<(?:u?int(?:8|16|32)_t|int|unsigned|short)>\(")
@@ -131,9 +117,8 @@ def long_files() -> list[str]:
     faults = []
     for file in filter(SOURCE.search, tracked("csrc", "vllm_kernels", "tools", "benchmarks")):
         length = len((ROOT / file).read_text().splitlines())
-        allowed, _ = LONG_FILES.get(file, (MAX_LINES_OF_FILE, ""))
-        if length > allowed:
-            faults.append(f"{file}: {length} lines, at most {allowed}")
+        if length > MAX_LINES_OF_FILE:
+            faults.append(f"{file}: {length} lines, at most {MAX_LINES_OF_FILE}")
     return faults
 
 
