@@ -8,6 +8,8 @@
 //   lse    = log(sum_t exp(s(t)) + exp(sink[h]))
 // with softcap(x) = c * tanh(x / c). If no token is visible, out is 0 and lse is the sink, or -inf.
 //
+// With a stripe, t and position count in the whole sequence, and the cache has some of its tokens.
+//
 // v1 and v2 have one query token a sequence; v2's scratch is checked and not used.
 #pragma once
 #include "ops/paged_kv.h"
@@ -56,6 +58,31 @@ struct TreeMask {
     if (other < 0 || other == index) return true;
     if (other >= bits()) return false;
     return (words[int64_t{row} * halves + other / 32] >> other % 32 & 1) != 0;
+  }
+};
+
+// The cache has the tokens of one shard of each sequence (context parallelism): token t of a
+// sequence is in shard t / interleave % shards. A shard stores its tokens one after the other, and
+// seq_lens counts these.
+struct Stripe {
+  const int32_t* total_lens = nullptr;  // [num_seqs] tokens of all shards; null: there is but one
+  int32_t shards = 1;
+  int32_t shard = 0;
+  int32_t shift = 0;  // log2 of interleave
+
+  VLLM_KERNELS_HOST_DEVICE bool any() const { return total_lens != nullptr; }
+  // The place in the sequence of the shard's token `stored`.
+  VLLM_KERNELS_HOST_DEVICE int32_t position_of(int32_t stored) const {
+    const int32_t low = (1 << shift) - 1;
+    return (((stored >> shift) * shards + shard) << shift) + (stored & low);
+  }
+  // How many tokens of the shard have a place in the sequence before `position`.
+  VLLM_KERNELS_HOST_DEVICE int32_t count_before(int64_t position) const {
+    if (position <= 0) return 0;
+    const int64_t whole = position / (int64_t{shards} << shift);
+    const int64_t rest = position - whole * (int64_t{shards} << shift) - (int64_t{shard} << shift);
+    const int64_t most = int64_t{1} << shift;
+    return static_cast<int32_t>((whole << shift) + (rest < 0 ? 0 : rest < most ? rest : most));
   }
 };
 
@@ -117,6 +144,8 @@ struct PagedAttentionParams {
   TokenScales token_scales;
   // Causal, without a window; max_query_len <= tree_mask.bits().
   TreeMask tree_mask;
+  // Without a tree mask or block-sparse pattern.
+  Stripe stripe;
 
   // Of query and out.
   VLLM_KERNELS_HOST_DEVICE int head_size() const { return kv.head_values(); }
@@ -183,6 +212,13 @@ VLLM_KERNELS_HOST_DEVICE static inline RowRange key_range(const PagedAttentionPa
   return row_range(p.key_start_loc[seq], p.key_start_loc[seq + 1], p.max_seq_len);
 }
 
+// The position of a sequence's query token 0. It may be negative.
+VLLM_KERNELS_HOST_DEVICE static inline int32_t first_position(const PagedAttentionParams& p,
+                                                              int32_t seq, int32_t num_keys,
+                                                              int32_t num_queries) {
+  return (p.stripe.any() ? p.stripe.total_lens[seq] : num_keys) - num_queries;
+}
+
 // The tokens [begin, end) of `length` that are visible to any query token at positions low .. high.
 // With low and high exchanged: to every one of them.
 struct VisibleTokens {
@@ -192,8 +228,12 @@ struct VisibleTokens {
 VLLM_KERNELS_HOST_DEVICE static inline VisibleTokens visible_tokens(const PagedAttentionParams& p,
                                                                     int64_t low, int64_t high,
                                                                     int32_t length) {
-  const int64_t first = p.sliding_window > 0 ? low - p.sliding_window + 1 : 0;
-  const int64_t behind = high + p.window_right + 1;
+  int64_t first = p.sliding_window > 0 ? low - p.sliding_window + 1 : 0;
+  int64_t behind = high + p.window_right + 1;
+  if (p.stripe.any()) {
+    first = p.stripe.count_before(first);
+    behind = p.stripe.count_before(behind);
+  }
   const int32_t end = behind < length ? static_cast<int32_t>(behind < 0 ? 0 : behind) : length;
   return {.begin = first < 0 ? 0 : static_cast<int32_t>(first < end ? first : end), .end = end};
 }

@@ -123,7 +123,8 @@ constexpr const char* kSchemas[] = {
     "int fixed_split_size=0, bool kv_ready=False, int window_right=0, Tensor? kv_indptr=None, "
     "int max_pages=-1, Tensor? k_token_scales=None, Tensor? v_token_scales=None, "
     "Tensor? tree_mask=None, bool zero_unowned=False, Tensor? k_token_zeros=None, "
-    "Tensor? v_token_zeros=None)",
+    "Tensor? v_token_zeros=None, Tensor? total_seq_lens=None, int shards=1, int shard=0, "
+    "int interleave=1)",
     "paged_attention.result(Tensor query, Tensor key_cache, Tensor value_cache, "
     "Tensor block_tables, Tensor seq_lens, float? scale=None, str layout=\"vllm\", "
     "int sliding_window=0, float softcap=0.0) -> Tensor",

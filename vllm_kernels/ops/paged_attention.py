@@ -66,6 +66,10 @@ def paged_attention(
     tree_mask: Tensor | None = ...,
     k_token_zeros: Tensor | None = ...,
     v_token_zeros: Tensor | None = ...,
+    total_seq_lens: Tensor | None = ...,
+    shards: int = ...,
+    shard: int = ...,
+    interleave: int = ...,
 ) -> Tensor: ...
 
 
@@ -103,6 +107,10 @@ def paged_attention(
     tree_mask: Tensor | None = ...,
     k_token_zeros: Tensor | None = ...,
     v_token_zeros: Tensor | None = ...,
+    total_seq_lens: Tensor | None = ...,
+    shards: int = ...,
+    shard: int = ...,
+    interleave: int = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -140,6 +148,10 @@ def paged_attention(
     tree_mask: Tensor | None = ...,
     k_token_zeros: Tensor | None = ...,
     v_token_zeros: Tensor | None = ...,
+    total_seq_lens: Tensor | None = ...,
+    shards: int = ...,
+    shard: int = ...,
+    interleave: int = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -176,6 +188,10 @@ def paged_attention(
     tree_mask: Tensor | None = None,
     k_token_zeros: Tensor | None = None,
     v_token_zeros: Tensor | None = None,
+    total_seq_lens: Tensor | None = None,
+    shards: int = 1,
+    shard: int = 0,
+    interleave: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of any query tokens to the pages of their sequences, causal by default.
 
@@ -272,6 +288,15 @@ def paged_attention(
         k_token_zeros, v_token_zeros: of an int4 cache, as its scales and with their strides. They
             say that the bytes of a uint8 cache are int4: an element is ``(n - 8) * scale + zero``.
             They may be any floats, as scales.
+        total_seq_lens: [num_seqs] int32, for a cache that has only one shard of each sequence, as
+            :class:`vllm_kernels.distributed.ContextParallel` deals them: token t of a sequence is
+            in shard ``t // interleave % shards``. They count the tokens of all shards, and seq_lens
+            those of this one. The mask, windows and ALiBi then go by positions in the whole
+            sequence. The query tokens are its last ones, whether this shard has them or not. Not
+            with a tree_mask. On CUDA prompts run on the decode kernels.
+        shards, shard, interleave: with total_seq_lens: the number of shards up to 65,536, the index
+            of this one, and how many tokens in a row are in the same shard, a power of two up to
+            16,384.
 
     Warning:
         On CUDA a call may never end if seq_lens or query_start_loc change while it runs, or if
@@ -313,7 +338,7 @@ def paged_attention(
         and workspace is None and causal and not (fixed_split_size or kv_ready)
         and kv_indptr is None and k_token_scales is None and v_token_scales is None
         and tree_mask is None and k_token_zeros is None and v_token_zeros is None
-        and not is_dynamo_compiling()
+        and total_seq_lens is None and shards == 1 and not is_dynamo_compiling()
     ):  # fmt: skip
         try:  # fewer arguments, and an op that makes its result: 3 us less
             if not modes_are_on():
@@ -361,10 +386,13 @@ def paged_attention(
             tree_mask = tree_mask.view(_SIGNED.get(tree_mask.dtype, tree_mask.dtype))
         zero_unowned = out is None and query_start_loc is not None
         has_zeros = k_token_zeros is not None or v_token_zeros is not None
-        if tree_mask is not None or zero_unowned or has_zeros:
+        is_sharded = total_seq_lens is not None or shards != 1
+        if tree_mask is not None or zero_unowned or has_zeros or is_sharded:
             last = kv_indptr, max_pages, k_token_scales, v_token_scales, tree_mask, zero_unowned
-        if has_zeros:
+        if has_zeros or is_sharded:
             last = *last, k_token_zeros, v_token_zeros
+        if is_sharded:
+            last = *last, total_seq_lens, shards, shard, interleave
         if scale is None:
             scale = max(1, query.shape[-1]) ** -0.5
         if max_query_len is None:

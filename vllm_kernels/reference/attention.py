@@ -168,6 +168,10 @@ def paged_attention(
     tree_mask: Tensor | None = None,
     k_token_zeros: Tensor | None = None,
     v_token_zeros: Tensor | None = None,
+    total_seq_lens: Tensor | None = None,
+    shards: int = 1,
+    shard: int = 0,
+    interleave: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Query tokens attend to the pages of their sequence -> (out, lse) in float64.
 
@@ -175,6 +179,10 @@ def paged_attention(
     num_heads]. Tokens that no sequence owns give 0 and -inf. With kv_indptr, block_tables and
     seq_lens are kv_indices and last_page_len.
     """
+
+    def place_of(stored: Tensor) -> Tensor:
+        return (stored // interleave * shards + shard) * interleave + stored % interleave
+
     k_scale = k_scale if k_token_scales is None else k_token_scales
     v_scale = v_scale if v_token_scales is None else v_token_scales
     if kv_indptr is not None:
@@ -189,6 +197,7 @@ def paged_attention(
     return _attention(
         query, starts, seq_lens.tolist(), keys_of, scale, (sliding_window - 1, right),
         alibi_slopes, softcap, sinks, tree_mask=tree_mask,
+        totals=None if total_seq_lens is None else total_seq_lens.tolist(), place_of=place_of,
     )  # fmt: skip
 
 
@@ -256,11 +265,14 @@ def _attention(
     sinks: Tensor | None,
     hidden: Callable[[int, int, int], Tensor | None] = lambda *_: None,
     tree_mask: Tensor | None = None,
+    totals: list[int] | None = None,
+    place_of: Callable[[Tensor], Tensor] = lambda stored: stored,
 ) -> tuple[Tensor, Tensor]:
     """keys_of(seq, first, end): those tokens' keys and values, [num_kv_heads, tokens, head_size].
 
     hidden(seq_len, first, end): those of them that are not visible, [num_heads, 1, tokens].
     window: visible tokens before and after a query token's position; negative: all.
+    totals: lengths of the sequences, which have their tokens at place_of(tokens that are stored).
     """
     num_tokens, num_heads, head_size = query.shape
     factor = head_size**-0.5 if scale is None else scale
@@ -269,10 +281,12 @@ def _attention(
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
 
     def attend(seq: int, tokens: range) -> None:
-        length, after = lens[seq], lens[seq] - starts[seq + 1]
+        length, after = lens[seq], (totals or lens)[seq] - starts[seq + 1]
         positions = range(tokens.start + after, tokens.stop + after)
         end = max(0, length if right < 0 else min(length, positions[-1] + right + 1))
         first = min(end, max(0, positions[0] - left)) if left >= 0 else 0
+        if totals is not None:  # the mask finds them
+            first, end = 0, length
         key, value = keys_of(seq, first, end)
         if len(tokens) > 1 and not value.isfinite().all():  # 0 * NaN: only where it is visible
             for token in tokens:
@@ -284,14 +298,16 @@ def _attention(
         logits = (factor * grouped @ key.transpose(1, 2)).view(num_heads, len(tokens), end - first)
         if softcap > 0:
             logits = softcap * torch.tanh(logits / softcap)
-        seen = torch.arange(first, end, device=query.device)
+        seen = place_of(torch.arange(first, end, device=query.device))
         position = torch.arange(positions.start, positions.stop, device=query.device)
         distance = seen - position[:, None]  # [tokens, seen]
         if alibi_slopes is not None:
             logits = logits - alibi_slopes.double()[:, None, None] * distance.abs()
         unseen = hidden(length, first, end)
-        if len(tokens) > 1:  # one query token: all of the window are visible
+        if len(tokens) > 1 or totals is not None:  # one query token sees all of first .. end
             unseen = _outside(distance, left, right)
+        if len(tokens) == 1 and totals is not None:
+            value = value.masked_fill(unseen[0][:, None], 0.0)
         if tree_mask is not None:
             first_new = starts[seq] + after
             hides = _tree_hides(tree_mask[rows], position - first_new, seen - first_new)

@@ -381,8 +381,10 @@ class PagedAttentionTask {
       const Vec numbers = lanes_ + splat(static_cast<float>(token));
       Vec score = load(probs + token) * score_scale_;
       if (token_scales_.any()) score = token_scales_.score(token, score, query_sum_[row]);
-      score = modify_scores(p_, tile.first_head + head, score,
-                            [&] { return numbers + splat(position); });
+      score = modify_scores(p_, tile.first_head + head, score, [&] {
+        if (!p_.stripe.any()) return numbers + splat(position);
+        return stripe_distances(p_.stripe, first + token, tile.first_position + query);
+      });
       score = select(is_visible(numbers, visible), score, splat(-kInfinity));
       if (p_.tree_mask.any())
         score = masked_by_tree(p_.tree_mask, tile, query, first + token, score);

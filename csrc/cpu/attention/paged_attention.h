@@ -83,7 +83,7 @@ int64_t for_each_query_tile(const PagedAttentionPlan& plan, int64_t begin, int64
       tile.seq = seq;
       tile.first_token = range.first + query;
       tile.queries = min_int32(plan.queries_per_tile, range.count - query);
-      tile.first_new = keys.count - range.count;
+      tile.first_new = first_position(p, seq, keys.count, range.count);
       tile.first_position = tile.first_new + query;
       tile.keys = keys;
       const VisibleTokens visible = visible_tokens(
@@ -121,13 +121,13 @@ int64_t for_each_query_tile(const PagedAttentionPlan& plan, int64_t begin, int64
     max_keys = max_int32(max_keys, key_range(p, seq).count);
   }
   tight.max_query_len = max_query_len;
-  if (p.sliding_window >= max_keys) tight.sliding_window = 0;
+  if (p.sliding_window >= max_keys && !p.stripe.any()) tight.sliding_window = 0;
   return tight;
 }
 
 // Whether the decode kernel can run it. It is the faster one.
 [[maybe_unused]] bool fits_decode_kernel(const PagedAttentionParams& p) {
-  if (p.max_query_len > 1 || p.key_start_loc != nullptr) return false;
+  if (p.max_query_len > 1 || p.key_start_loc != nullptr || p.stripe.any()) return false;
   return p.kv.layout != KvLayout::kVllm || (p.kv.block_size >= 8 && p.sliding_window == 0);
 }
 

@@ -12,6 +12,15 @@ inline bool needs_distances(const PagedAttentionParams& p) {
   return p.alibi_slopes != nullptr;
 }
 
+// Distances of the shard's tokens [stored, stored + kLanes) from a query token.
+inline Vec stripe_distances(const Stripe& stripe, int32_t stored, int32_t query_position) {
+  Vec distances;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    distances[lane] = static_cast<float>(stripe.position_of(stored + lane) - query_position);
+  }
+  return distances;
+}
+
 // Modifies the scores of a query head for kLanes tokens. distances() returns KV position minus
 // query position.
 template <typename Distances>

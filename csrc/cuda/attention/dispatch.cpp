@@ -111,7 +111,7 @@ uint32_t prefill_obstacles(const PagedAttentionParams& p) {
               kUnalignedQuery) |
          when(!is_aligned(p.out, 16) || p.out_stride % 8 != 0, kUnalignedOut) |
          when(p.kv.num_blocks <= 0, kEmptyCache) | when(!(p.scale > 0.0f), kScaleNotPositive) |
-         when(p.tree_mask.any(), kTreeMask);
+         when(p.tree_mask.any(), kTreeMask) | when(p.stripe.any(), kStripe);
 }
 
 uint32_t prefill_sm90_obstacles(const PagedAttentionParams& p, const DeviceModel& device) {

@@ -22,6 +22,7 @@ constexpr Words kObstacleWords[] = {
     {kContiguousKeys, "decode kernels read K and V in pages"},
     {kScaleNotPositive, "prefill kernels need scale > 0"},
     {kTreeMask, "prefill kernels have no tree mask"},
+    {kStripe, "prefill kernels take whole sequences, no shards"},
     {kFewRows, "too few query rows for the prefill kernels"},
     {kNoWgmma, "wgmma kernels need an H100 or H200 and code for 9.0a"},
     {kPageSize, "prefill sm90 needs pages of 16 tokens or more"},

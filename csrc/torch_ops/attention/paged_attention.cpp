@@ -2,6 +2,7 @@
 // that shape, lse [num_tokens, num_heads]. Also the definitions of attention_arguments.h, which all
 // attention bindings share. ops/paged_attention.h has the formula.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -32,6 +33,30 @@ TreeMask read_tree_mask(Expect& expect, const PagedAttentionParams& params, cons
   return tree;
 }
 
+// Reads which tokens of the sequences the cache has.
+Stripe read_stripe(Expect& expect, const PagedAttentionParams& params, const Tensor& total_seq_lens,
+                   int64_t shards, int64_t shard, int64_t interleave, Size& num_seqs,
+                   Arguments& read) {
+  const auto number = [&](const char* name, int64_t value, int64_t low, int64_t high) {
+    expect.that(value >= low && value <= high,
+                std::string(name) + ": expected " + std::to_string(low) + " to " +
+                    std::to_string(high) + ", got " + std::to_string(value));
+    return static_cast<uint32_t>(value);
+  };
+  const uint32_t count = number("shards", shards, 1, 1 << 16);
+  const uint32_t period = number("interleave", interleave, 1, 1 << 14);
+  expect.that(std::has_single_bit(period),
+              "interleave: expected a power of two, got " + std::to_string(interleave));
+  const Argument lens =
+      expect.tensor("total_seq_lens", total_seq_lens).int32().shape({&num_seqs}).contiguous();
+  expect.that(!params.tree_mask.any(), "total_seq_lens: expected no tree_mask");
+  read.add(lens);
+  return {.total_lens = lens.as<const int32_t>(),
+          .shards = clamped_int32(count),
+          .shard = clamped_int32(number("shard", shard, 0, shards - 1)),
+          .shift = std::countr_zero(period)};
+}
+
 // Whether the bytes of a uint8 cache are int4, which the caller says with zeros.
 bool is_int4(const Argument& key_cache, const TokenScaleTensors& of_tokens) {
   if (key_cache.scalar_type() != aoti_torch_dtype_uint8()) return false;
@@ -54,7 +79,9 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                      const std::optional<Tensor>& v_token_scales,
                      const std::optional<Tensor>& tree_mask, bool zero_unowned,
                      const std::optional<Tensor>& k_token_zeros,
-                     const std::optional<Tensor>& v_token_zeros) {
+                     const std::optional<Tensor>& v_token_zeros,
+                     const std::optional<Tensor>& total_seq_lens, int64_t shards, int64_t shard,
+                     int64_t interleave) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Arguments read, written;
@@ -80,6 +107,13 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   void* scratch = read_workspace(expect, workspace, written);
   read_query_start_loc(expect, params, queries, or_null(query_start_loc), max_query_len, read);
   if (tree_mask) params.tree_mask = read_tree_mask(expect, params, *tree_mask, queries, read);
+  if (total_seq_lens) {
+    params.stripe = read_stripe(expect, params, *total_seq_lens, shards, shard, interleave,
+                                queries.num_seqs, read);
+  } else {
+    expect.that(shards == 1,
+                "shards: expected 1 without total_seq_lens, got " + std::to_string(shards));
+  }
   PageListParams list{};
   if (kv_indptr) {
     list = read_page_list(expect, params, block_tables, seq_lens, *kv_indptr, max_pages,
@@ -108,7 +142,7 @@ torch::stable::Tensor paged_attention_result(const Tensor& query, const Tensor& 
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   paged_attention(out, {}, query, key_cache, value_cache, block_tables, seq_lens, {}, factor, {},
                   sliding_window, softcap, {}, {}, {}, layout, 1, {}, 0, false, 0, {}, -1, {}, {},
-                  {}, false, {}, {});
+                  {}, false, {}, {}, {}, 1, 0, 1);
   return torch::stable::Tensor(out.release());
 }
 
@@ -355,7 +389,9 @@ void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& bloc
   params.seq_lens = lens.as<const int32_t>();
   params.max_seq_len = std::min(max_seq_len, table_tokens);
   // Not causal, all query tokens see the same tokens, however many there are.
-  const int32_t* starts = params.window_right == 0 ? params.query_start_loc : nullptr;
+  // A shard may have fewer tokens than the sequence has query tokens.
+  const bool counts_queries = params.window_right == 0 && !params.stripe.any();
+  const int32_t* starts = counts_queries ? params.query_start_loc : nullptr;
   check_index(expect, lens,
               {.noun = "a length that fits block_tables",
                .high = table_tokens + 1,
@@ -367,7 +403,7 @@ void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& bloc
               {.tokens_per_column = params.kv.block_size,
                .row_lengths = params.seq_lens,
                .query_start_loc = params.query_start_loc,
-               .sliding_window = params.sliding_window});
+               .sliding_window = params.stripe.any() ? 0 : params.sliding_window});
   read.add(tables, lens);
 }
 

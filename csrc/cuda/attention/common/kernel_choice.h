@@ -54,6 +54,7 @@ enum Obstacle : uint32_t {
   kTokenScales = 1 << 25,           // prefill sm80; sm90: int4; layout vllm, heads above 128
   kTreeMask = 1 << 26,              // prefill: no tree mask
   kWgmmaInt4 = 1 << 27,             // decode_wgmma: no int4
+  kStripe = 1 << 28,                // prefill: whole sequences, no shards
 };
 
 // Grid and splits of the SIMT kernel.

@@ -162,7 +162,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const void* query_rows[kTiles];  // this lane's rows of the tile that the pipeline has next
   const auto take_tile = [&](int now, bool speculative) {
     const WorkTile work_tile = scheduler.get_tile(p, shape.work, index, lane);
-    const TileRows rows = tile_rows(shape.work, work_tile);
+    const TileRows rows = tile_rows(p, shape.work, work_tile);
     if constexpr (NewToken::kAny) {
       new_token.aim(work_tile, shape.work.group, speculative);
     } else {
@@ -396,15 +396,13 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     mma.clear();
 
     const bool plain_scores = !p.modifies_scores();
-    const int window = p.sliding_window;
-    const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // first visible token
     int new_tokens = 0;  // tokens that are not read from pages
     if constexpr (NewToken::kAny) new_tokens = new_token.counts(now) ? 1 : 0;
-    const int end = rows.high + 1 - new_tokens;
+    const int begin = rows.any.begin, end = rows.any.end - new_tokens;
     // Stages that begin in [plain_begin, plain_begin + plain_extent] need no mask and no score
     // modification.
-    int plain_begin = window > 0 ? rows.high - window + 1 : 0;
-    int plain_extent = rows.low + 1 - new_tokens - kTokens - plain_begin;
+    int plain_begin = rows.every.begin;
+    int plain_extent = rows.every.end - new_tokens - kTokens - plain_begin;
     if (!plain_scores || plain_extent < 0) {
       plain_begin = INT32_MAX;
       plain_extent = 0;
@@ -415,7 +413,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     const auto adjust = [&](float score, int t, int j, int token) {
       const int row = min(first_row + Mma::row_of(lane, t, j), rows.count - 1);
       const QueryRow query_row = query_row_of(shape.work, work_tile, rows, row);
-      const int other = first + token - rows.position;
+      const int other = position_of(p, first + token) - rows.position;
       if (tree_hides(p, work_tile.sequence.first_query + query_row.token, query_row.token, other)) {
         return -INFINITY;
       }

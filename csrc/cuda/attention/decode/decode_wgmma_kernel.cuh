@@ -120,7 +120,7 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
     if (lane == 0) {
       if (index < scheduler.num_tiles()) {
         queue.work_tiles[slot] = work_tile;
-        queue.rows[slot] = tile_rows(shape.work, work_tile);
+        queue.rows[slot] = tile_rows(p, shape.work, work_tile);
       }
       queue.ends[slot] = index >= scheduler.num_tiles();
     }
@@ -237,7 +237,6 @@ __device__ __forceinline__ void attend(
     mma.clear();
 
     const bool plain_scores = !p.modifies_scores();
-    const int window = p.sliding_window;
     const auto release = [&] { pipeline.consumer_release(); };
     const auto scales = [&] { return pipeline.scales(); };
     const auto attend_stages = [&](auto used) {
@@ -249,8 +248,8 @@ __device__ __forceinline__ void attend(
         const int first = stage << kShift;  // the stage's first token
         // Bitwise operators instead of branches: fewer registers and cycles on the path of nearly
         // all stages.
-        const bool is_fully_visible = plain_scores & (first + kStageTokens <= rows.low + 1) &
-                                      ((window <= 0) | (first > rows.high - window));
+        const bool is_fully_visible =
+            plain_scores & (first + kStageTokens <= rows.every.end) & (first >= rows.every.begin);
         pipeline.consumer_wait();
         typename Mma::Keys keys;
         mma.load_keys(keys, pipeline.key());
@@ -262,9 +261,7 @@ __device__ __forceinline__ void attend(
           continue;
         }
         const TileRows mine = rows;
-        // Tokens visible to any row.
-        const int begin = window > 0 ? max(0, mine.low - window + 1) : 0;
-        const int end = mine.high + 1;
+        const int begin = mine.any.begin, end = mine.any.end;
         if (first < begin) tokens &= begin - first < 64 ? ~uint64_t{0} << (begin - first) : 0;
         if (end - first < 64) tokens &= end > first ? (uint64_t{1} << (end - first)) - 1 : 0;
         if (tokens == 0) {
@@ -274,7 +271,7 @@ __device__ __forceinline__ void attend(
         const auto adjust = [&](float score, int t, int j, int token) {
           const int row = min(Mma::row_of(lane, t, j), mine.count - 1);
           const QueryRow query_row = query_row_of(shape.work, work_tile, mine, row);
-          const int other = first + token - mine.position;
+          const int other = position_of(p, first + token) - mine.position;
           score = adjusted_score(p, shape.cap, query_row.head, other - query_row.token, score);
           const int query = work_tile.sequence.first_query + query_row.token;
           return tree_hides(p, query, query_row.token, other) ? -INFINITY : score;

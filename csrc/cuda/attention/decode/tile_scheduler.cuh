@@ -107,8 +107,11 @@ __device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams
   work.first_query = queries.first;
   work.query_len = queries.count;
   // The first query token's window decides where the KV range begins.
-  const int first_position = work.seq_len - work.query_len;
-  const int begin = p.sliding_window > 0 ? max(0, first_position - p.sliding_window + 1) : 0;
+  int begin = 0;
+  if (p.sliding_window > 0) {
+    begin = first_position(p, seq, work.seq_len, work.query_len) - p.sliding_window + 1;
+    begin = p.stripe.any() ? p.stripe.count_before(begin) : max(0, begin);
+  }
   work.first_stage = begin >> shape.stage_shift;
   const int end = (work.seq_len + shape.stage_tokens() - 1) >> shape.stage_shift;
   work.stages = max(1, end - work.first_stage);
@@ -186,7 +189,7 @@ class TileScheduler {
   // Whether the schedule is made speculatively, before the primary kernel has ended.
   static __device__ __forceinline__ bool may_speculate(const PagedAttentionParams& p) {
 #if defined(VLLM_KERNELS_HAS_SM90)
-    return keeps(p) && !p.kv_ready && !p.concurrent;
+    return keeps(p) && !p.kv_ready && !p.concurrent && !p.stripe.any();
 #else
     return false;
 #endif
@@ -382,22 +385,25 @@ class TileScheduler {
 struct TileRows {
   int first;  // among the sequence's query_len * group rows
   int count;
-  int position;  // KV position of the sequence's query token 0
-  // KV positions of the tile's first and last query token. With a tree mask, `low` is the last
-  // position before the query tokens: every row sees the tokens up to `low`.
-  int low, high;
+  int position;  // of the sequence's query token 0
+  // Tokens of the sequence that are visible to any row, and to every row. With a tree mask, every
+  // row sees those before the query tokens.
+  VisibleTokens any, every;
 };
 
-__device__ __forceinline__ TileRows tile_rows(const WorkShape& shape, const WorkTile& work_tile) {
+__device__ __forceinline__ TileRows tile_rows(const PagedAttentionParams& p, const WorkShape& shape,
+                                              const WorkTile& work_tile) {
   TileRows rows;
   rows.first = work_tile.m_block << shape.row_shift;
   rows.count = min(shape.rows(), work_tile.sequence.query_len * shape.group - rows.first);
-  rows.position = work_tile.sequence.seq_len - work_tile.sequence.query_len;
-  rows.low = shape.has_tree_mask
-                 ? rows.position - 1
-                 : rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
-  rows.high =
+  const SequenceWork& sequence = work_tile.sequence;
+  rows.position = first_position(p, work_tile.seq, sequence.seq_len, sequence.query_len);
+  const int low = rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
+  const int high =
       rows.position + static_cast<int>(shape.group_divisor.divide(rows.first + rows.count - 1));
+  rows.any = visible_tokens(p, low, high, sequence.seq_len);
+  const int seen = shape.has_tree_mask ? rows.position - 1 : low;  // up to here by every row
+  rows.every = visible_tokens(p, high, seen, sequence.seq_len);
   return rows;
 }
 

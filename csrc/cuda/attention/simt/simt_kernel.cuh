@@ -73,7 +73,7 @@ __device__ __forceinline__ TokenRange tokens_of_query(const PagedAttentionParams
   const RowRange queries = query_range(p, seq);
   const RowRange keys = key_range(p, seq);
   const int index = query - queries.first;
-  const int position = keys.count - queries.count + index;
+  const int position = first_position(p, seq, keys.count, queries.count) + index;
   const VisibleTokens visible = visible_tokens(p, position, position, keys.count);
   return {.seq = seq,
           .begin = visible.begin,
@@ -182,7 +182,7 @@ struct SimtCta {
   __device__ __forceinline__ float modified(float score, int head, int token) const {
     modify_scores<true>(
         p, score_cap(p.softcap),
-        [&] { return ScoreRow{heads.first + head, token - tokens.position}; },
+        [&] { return ScoreRow{heads.first + head, position_of(p, token) - tokens.position}; },
         [&](const auto& modification) { score = modification(score, 0); });
     return score;
   }
