@@ -14,6 +14,7 @@ from one_shape.attention import (
     decode_steps,
     general_attention,
     prompts,
+    shards,
     tree_masks,
 )
 from one_shape.caches import cache, gathers, int4_caches, mla, per_token_quant
@@ -35,6 +36,7 @@ def main() -> None:
         token_scales,
         token_zeros,
         tree_masks,
+        shards,
         prompts,
         contiguous_keys,
         decode_steps,

@@ -40,24 +40,28 @@ def attend(parallel: ContextParallel, dealt: Dealt, exchange: str) -> tuple[torc
     count = dealt.case.query.shape[1] // parallel.size
     heads = slice(rank * count, (rank + 1) * count)
     options = dict(dealt.options)
-    if "sinks" in options:
-        options["sinks"] = options["sinks"][heads]
+    for name in {"sinks", "alibi_slopes"} & options.keys():
+        options[name] = options[name][heads]
     mine = [tensors[rank] for tensors in dealt.arguments()]
     return parallel.attend(dealt.case.query[:, heads], *mine, exchange=exchange, **options), heads
 
 
 def check(group: dist.ProcessGroup, exchange: str, kv_heads: int, dtype: torch.dtype) -> None:
     torch.manual_seed(7)  # the same case on every rank
-    shared = ContextParallel(shards=group.size(), interleave=3)
-    parallel = ContextParallel(group, interleave=3)
-    for queries in (None, CHUNKS):
-        dealt = dealt_case(
-            shared, LENS, queries, DEVICE, dtype, kv_heads, heads=12,
-            sinks=torch.randn(12).to(DEVICE),
-        )  # fmt: skip
-        lens = (torch.tensor(LENS) - torch.tensor(queries or [0])).to(DEVICE)
-        assert torch.equal(parallel.local_lens(lens), shared.local_lens(lens)[group.rank()])
-        dealt.check(*attend(parallel, dealt, exchange))
+    positions = {"sliding_window": 30, "alibi_slopes": torch.rand(12).to(DEVICE) / 10}
+    for interleave, settings in ((3, {}), (4, positions)):
+        shared = ContextParallel(shards=group.size(), interleave=interleave)
+        parallel = ContextParallel(group, interleave=interleave)
+        for queries in (None, CHUNKS):
+            dealt = dealt_case(
+                shared, LENS, queries, DEVICE, dtype, kv_heads, heads=12,
+                sinks=torch.randn(12).to(DEVICE), **settings,
+            )  # fmt: skip
+            if settings:
+                dealt.options["seq_lens"] = dealt.case.seq_lens
+            lens = (torch.tensor(LENS) - torch.tensor(queries or [0])).to(DEVICE)
+            assert torch.equal(parallel.local_lens(lens), shared.local_lens(lens)[group.rank()])
+            dealt.check(*attend(parallel, dealt, exchange))
     tell(f"{group.size()} {exchange} {kv_heads} {dtype}")
 
 

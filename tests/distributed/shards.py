@@ -55,15 +55,16 @@ def dealt_case(
     dtype: torch.dtype = torch.float32,
     kv_heads: int = 2,
     layout: str = "NHD",
+    all_stored: bool = False,
     **settings: Any,
 ) -> Dealt:
     """Makes a case and deals its tokens. ``parallel`` has all shards in this process.
 
-    With ``queries`` the last tokens of each sequence are given as key and value.
+    With ``queries`` the last tokens of each sequence are given as key and value, or stored, too.
     """
     case = make_case(device, dtype, lens, queries, kv_heads=kv_heads, layout="NHD", **settings)
     size, head_size = case.block_size, case.query.shape[-1]
-    context = torch.tensor(lens) - torch.tensor(queries or [0])
+    context = torch.tensor(lens) - torch.tensor((queries or [0]) if not all_stored else [0])
     local = parallel.local_lens(context)
     blocks = -(-local // size)
     width = int(blocks.max()) + 2
@@ -91,6 +92,7 @@ def dealt_case(
     options = dict(case.options) | {"layout": layout}
     if queries is not None:
         options["max_query_len"] = max(queries)
+    if queries is not None and not all_stored:
         for at, (name, scale) in enumerate((("key", "k_scale"), ("value", "v_scale"))):
             rows = torch.cat([both[at] for both in new])
             factor = options.get(scale)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import LAYOUTS
-from paged_attention_cases import EIGHT_BITS
+from paged_attention_cases import EIGHT_BITS, per_head
 from shards import dealt_case
 
 from vllm_kernels.distributed import ContextParallel
@@ -44,6 +44,31 @@ def test_8_bit_caches(device, stored):
     for queries in (None, CHUNKS):
         dealt = dealt_case(parallel, LENS, queries, device, stored=stored, scales_per_head=True)
         dealt.check(parallel.attend(dealt.case.query, *dealt.arguments(), **dealt.options))
+
+
+POSITIONS = {"window": {"sliding_window": 50}, "alibi": {"alibi_slopes": per_head(8, 0.02, 0.2)}}
+
+
+@pytest.mark.parametrize("queries", [None, CHUNKS], ids=["decode", "chunks"])
+@pytest.mark.parametrize(("shards", "interleave"), [(1, 1), (2, 1), (4, 16), (8, 64)])
+@pytest.mark.parametrize("options", POSITIONS.values(), ids=POSITIONS)
+def test_positions(device, dtype, shards, interleave, queries, options):
+    """Windows and ALiBi, with the new tokens as key and value."""
+    parallel = ContextParallel(shards=shards, interleave=interleave)
+    dealt = dealt_case(parallel, LENS, queries, device, dtype, **options)
+    lens = dealt.case.seq_lens
+    got = parallel.attend(dealt.case.query, *dealt.arguments(), seq_lens=lens, **dealt.options)
+    dealt.check(got)
+
+
+@pytest.mark.parametrize("options", [{}, *POSITIONS.values()], ids=["plain", *POSITIONS])
+def test_stored_query_tokens(device, dtype, options):
+    """Several query tokens per sequence that the shards have stored."""
+    parallel = ContextParallel(shards=3, interleave=4)
+    dealt = dealt_case(parallel, LENS, CHUNKS, device, dtype, all_stored=True, **options)
+    lens = dealt.case.seq_lens
+    got = parallel.attend(dealt.case.query, *dealt.arguments(), seq_lens=lens, **dealt.options)
+    dealt.check(got)
 
 
 def test_one_token_with_its_key(device):
@@ -148,19 +173,24 @@ def test_examples() -> None:
     assert all(doctest.DocTestRunner().run(test).failed == 0 for test in tests)
 
 
-POSITIONS = "expected none, because a rank's tokens do not have the positions of the sequence"
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"alibi_slopes": torch.ones(8)}, f".attend: alibi_slopes: {POSITIONS}"),
-        ({"sliding_window": 8}, f".attend: sliding_window: {POSITIONS}"),
+        (
+            {"alibi_slopes": torch.ones(8)},
+            ".attend: seq_lens: expected lengths of all ranks' tokens with alibi_slopes, got none",
+        ),
+        (
+            {"sliding_window": 8},
+            ".attend: seq_lens: expected lengths of all ranks' tokens with sliding_window, got "
+            "none",
+        ),
         ({"exchange": "ring"}, ".attend: exchange: expected all_to_all or gather, got 'ring'"),
         ({"value": None}, ".attend: key: expected key and value, got one of them"),
         (
             {"key": None, "value": None},
-            ".attend: key: expected the new tokens' keys and values with query_start_loc, got none",
+            ".attend: key: expected the new tokens' keys and values, or seq_lens, with "
+            "query_start_loc, got none",
         ),
         (
             {"key": torch.ones(8, 2, 64).half()},

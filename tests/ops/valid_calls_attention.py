@@ -50,6 +50,9 @@ def attend(op: str) -> Call:
     if random.random() < 0.2:
         words = torch.randint(256, (tokens,)).to(choice([torch.int32, torch.int64]))
         visible = {"sliding_window": 0, "window_right": 0, "tree_mask": words}
+    elif random.random() < 0.2 and "kv_indptr" not in pages:
+        totals = 3 * pages["seq_lens"] + 2
+        visible |= {"total_seq_lens": totals, "shards": 3, "shard": 1, "interleave": choice([1, 8])}
     return {
         "out": unset_like(query), "lse": maybe(unset(tokens, heads)), "query": query,
         **cache.caches(), **pages, "query_start_loc": starts, **scores(heads), **visible, **scales,

@@ -116,6 +116,24 @@ def tree_masks() -> None:
                     )  # fmt: skip
 
 
+def shards() -> None:
+    """A shard of each sequence: the same kernels as for trees."""
+    lens = torch.tensor([300, 9, 70], dtype=torch.int32, device=CUDA)
+    totals, starts = 2 * lens, torch.tensor([0, 9, 18, 27], dtype=torch.int32, device=CUDA)
+    for dtype in DTYPES:
+        for page, group, head_size in ((16, 1, 64), (16, 8, 128), (16, 8, 256), (2, 4, 64)):
+            pages = -(-300 // page)
+            tables = torch.randperm(3 * pages, device=CUDA).view(3, pages).int()
+            rows = torch.randn(3 * pages, page, 2, head_size, device=CUDA, dtype=dtype)
+            query = torch.randn(27, 2 * group, head_size, device=CUDA, dtype=dtype)
+            for window in (0, 100):
+                vllm_kernels.paged_attention(
+                    query, rows, rows, tables, lens, layout="NHD", query_start_loc=starts,
+                    max_query_len=9, sliding_window=window, total_seq_lens=totals, shards=2,
+                    shard=1, interleave=4,
+                )  # fmt: skip
+
+
 def contiguous_keys() -> None:
     """varlen_attention: causal and not, few and many query tokens, every pair of types."""
     eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._types import Layout
-from ..errors import InvalidArgument, InvalidIndex, Unsupported
+from ..errors import InvalidArgument, InvalidIndex
 from ..ops import combine_attn_partials, paged_attention, varlen_attention
 
 __all__ = ["ContextParallel"]
@@ -167,6 +167,7 @@ class ContextParallel:
         block_tables: Tensor,
         local_lens: Tensor,
         *,
+        seq_lens: Tensor | None = None,
         key: Tensor | None = None,
         value: Tensor | None = None,
         query_start_loc: Tensor | None = None,
@@ -188,6 +189,9 @@ class ContextParallel:
         tokens before them, and causally to each other: a chunk of a prompt, or drafted tokens. They
         may be stored before or after the call. All ranks need all new keys and values.
 
+        With ``seq_lens`` the attention op knows the position of every stored token. So windows and
+        ALiBi work, and several query tokens per sequence need no ``key`` once they are stored.
+
         Args:
             query: [num_tokens, num_heads, head_size], this rank's heads, as
                 :func:`vllm_kernels.paged_attention` has them. Rank r has the heads
@@ -197,12 +201,14 @@ class ContextParallel:
                 without a group.
             local_lens: :meth:`local_lens` of the sequences. With ``key``, of the tokens before the
                 new ones.
+            seq_lens: [num_seqs] int32, in tokens of all ranks, with the new ones. ``interleave`` is
+                then a power of two.
             key, value: [num_tokens, num_kv_heads, head_size], the new tokens.
             query_start_loc: [num_seqs + 1] int32. None: one token per sequence.
             max_query_len: A bound on a sequence's query tokens, num_tokens by default.
             sinks: [num_heads] float32, of query's heads.
-            alibi_slopes, sliding_window: Not served: they need positions in the whole sequence,
-                which the attention op does not take.
+            alibi_slopes: [num_heads] float32, of query's heads; with ``seq_lens``.
+            sliding_window: With ``seq_lens``.
             exchange: "all_to_all" sends every rank the partial results of its heads, and combines
                 them in one op. "gather" exchanges the log-sum-exp, and sums the weighted results
                 by a reduce-scatter in the dtype of query: less traffic, a rounding more per rank.
@@ -213,9 +219,8 @@ class ContextParallel:
 
         Raises:
             RuntimeError: As :func:`vllm_kernels.paged_attention`, and if only one of key and value
-                is given, or several tokens per sequence without them. A rank that ended raises the
-                error of torch.distributed.
-            NotImplementedError: For ALiBi and windows.
+                is given, or several tokens per sequence, ALiBi or a window without what they need.
+                A rank that ended raises the error of torch.distributed.
 
         Example:
             >>> from vllm_kernels.distributed import ContextParallel
@@ -227,8 +232,13 @@ class ContextParallel:
             >>> out.shape
             torch.Size([1, 4, 64])
         """
-        _refuse_unserved(alibi_slopes, sliding_window, exchange)
-        _refuse_other_keys(query, key, value, query_start_loc)
+        if exchange not in ("all_to_all", "gather"):
+            raise InvalidArgument(
+                f"ContextParallel.attend: exchange: expected all_to_all or gather, got {exchange!r}"
+            )
+        if seq_lens is None:
+            _refuse_positions(alibi_slopes, sliding_window)
+        _refuse_other_keys(query, key, value, query_start_loc, seq_lens)
         if not len(query):
             return torch.empty_like(query)
         if max_query_len is None:
@@ -238,7 +248,11 @@ class ContextParallel:
         options = shared | {"k_scale": k_scale, "v_scale": v_scale, "layout": layout}
         options["query_start_loc"] = query_start_loc
         # One token per sequence sees all of the cache, causal or not.
-        options["causal"] = query_start_loc is None
+        options["causal"] = query_start_loc is None or seq_lens is not None
+        if seq_lens is not None:
+            options |= {"total_seq_lens": seq_lens, "shards": self.size}
+            options |= {"interleave": self.interleave, "sliding_window": sliding_window}
+            options["alibi_slopes"] = self._of_all_heads(alibi_slopes)
         caches = zip(
             *map(self._of_each_rank, (key_cache, value_cache, block_tables, local_lens)),
         )
@@ -246,8 +260,12 @@ class ContextParallel:
         if self.group is None:
             parts = _new_parts(query, self.size + num_own)
             for rank, cache in enumerate(caches):
+                if seq_lens is not None:
+                    options["shard"] = rank
                 _, parts.lse[rank] = paged_attention(query, *cache, out=parts.out[rank], **options)
         else:
+            if seq_lens is not None:
+                options["shard"] = self._ranks[0]
             part, lse = paged_attention(self._gather_heads(query), *next(caches), **options)
             swap = self._all_to_all if exchange == "all_to_all" else self._reduce_scatter
             parts = swap(query, part, lse, num_own)
@@ -257,8 +275,9 @@ class ContextParallel:
             at = len(parts.out) - num_own
             key, value = (self._heads_of_query(tensor, query) for tensor in (key, value))
             _, parts.lse[at] = varlen_attention(
-                query, key, value, query_start_loc, query_start_loc, out=parts.out[at], **shared
-            )
+                query, key, value, query_start_loc, query_start_loc, out=parts.out[at],
+                alibi_slopes=alibi_slopes, window=(sliding_window - 1, -1), **shared,
+            )  # fmt: skip
         if sinks is not None:  # a key with this logit and a value of 0
             parts.out[-1], parts.lse[-1] = 0, sinks
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -281,6 +300,12 @@ class ContextParallel:
     def _gather_heads(self, query: Tensor) -> Tensor:
         """Returns [T, N * H, D], the heads of all ranks."""
         return self._gather(query).transpose(0, 1).flatten(1, 2)
+
+    def _of_all_heads(self, of_heads: Tensor | None) -> Tensor | None:
+        """Returns [N * H], what the heads of all ranks have."""
+        if of_heads is None or self.group is None:
+            return of_heads
+        return self._gather(of_heads).flatten()
 
     def _gather(self, tensor: Tensor) -> Tensor:
         """Returns the tensors of all ranks, [N, ...]."""
@@ -354,33 +379,33 @@ def _by_rank(heads: Tensor, size: int) -> Tensor:
     return heads.unflatten(1, (size, -1)).transpose(0, 1)
 
 
-def _refuse_unserved(alibi_slopes: Tensor | None, sliding_window: int, exchange: str) -> None:
-    """Raises for options that need positions in the whole sequence, and for other exchanges."""
+def _refuse_positions(alibi_slopes: Tensor | None, sliding_window: int) -> None:
+    """Raises for options that need positions in the whole sequence."""
     for name, is_given in (("alibi_slopes", alibi_slopes is not None),
                            ("sliding_window", sliding_window != 0)):  # fmt: skip
         if is_given:
-            raise Unsupported(
-                f"ContextParallel.attend: {name}: expected none, because a rank's tokens do not "
-                "have the positions of the sequence"
+            raise InvalidArgument(
+                f"ContextParallel.attend: seq_lens: expected lengths of all ranks' tokens with "
+                f"{name}, got none"
             )
-    if exchange not in ("all_to_all", "gather"):
-        raise InvalidArgument(
-            f"ContextParallel.attend: exchange: expected all_to_all or gather, got {exchange!r}"
-        )
 
 
 def _refuse_other_keys(
-    query: Tensor, key: Tensor | None, value: Tensor | None, query_start_loc: Tensor | None
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    query_start_loc: Tensor | None,
+    seq_lens: Tensor | None,
 ) -> None:
-    """Raises unless several query tokens per sequence have keys and values, in query's dtype."""
+    """Raises unless several query tokens per sequence have keys and values, or positions."""
     if (key is None) != (value is None):
         raise InvalidArgument(
             "ContextParallel.attend: key: expected key and value, got one of them"
         )
-    if key is None and query_start_loc is not None:
+    if key is None and query_start_loc is not None and seq_lens is None:
         raise InvalidArgument(
-            "ContextParallel.attend: key: expected the new tokens' keys and values with "
-            "query_start_loc, got none"
+            "ContextParallel.attend: key: expected the new tokens' keys and values, or seq_lens, "
+            "with query_start_loc, got none"
         )
     for name, tensor in (("key", key), ("value", value)):
         if tensor is not None and tensor.dtype != query.dtype:
