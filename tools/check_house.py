@@ -115,7 +115,8 @@ def tracked(*folders: str) -> list[str]:
 def long_files() -> list[str]:
     """A fault for each source file with too many lines."""
     faults = []
-    for file in filter(SOURCE.search, tracked("csrc", "vllm_kernels", "tools", "benchmarks", "tests")):
+    files = tracked("csrc", "vllm_kernels", "tools", "benchmarks", "tests")
+    for file in filter(SOURCE.search, files):
         length = len((ROOT / file).read_text().splitlines())
         if length > MAX_LINES_OF_FILE:
             faults.append(f"{file}: {length} lines, at most {MAX_LINES_OF_FILE}")

@@ -38,7 +38,7 @@ step_racecheck_build() {  # 2 minutes on 16 cores
 }
 step_racecheck() {  # a process a dtype and group: it is slow, mostly on the CPU, and delays tests beside it
   local groups
-  groups=${RACECHECK_GROUPS:-$(sed -n '/groups = (/,/^    )/s/^ *\([a-z_]*\),$/\1/p' tools/one_shape_each.py)}
+  groups=${RACECHECK_GROUPS:-$(sed -n '/groups = (/,/^    )/s/^ *\([a-z0-9_]*\),$/\1/p' tools/one_shape_each.py)}
   export RACECHECK
   for dtype in ${RACECHECK_DTYPES:-bfloat16 float16 float32}; do
     for group in $groups; do echo "$dtype $group"; done
