@@ -77,12 +77,13 @@ struct Stripe {
     return (((stored >> shift) * shards + shard) << shift) + (stored & low);
   }
   // How many tokens of the shard have a place in the sequence before `position`.
-  VLLM_KERNELS_HOST_DEVICE int32_t count_before(int64_t position) const {
+  VLLM_KERNELS_HOST_DEVICE int32_t count_before(int32_t position) const {
     if (position <= 0) return 0;
-    const int64_t whole = position / (int64_t{shards} << shift);
-    const int64_t rest = position - whole * (int64_t{shards} << shift) - (int64_t{shard} << shift);
-    const int64_t most = int64_t{1} << shift;
-    return static_cast<int32_t>((whole << shift) + (rest < 0 ? 0 : rest < most ? rest : most));
+    const uint32_t period = static_cast<uint32_t>(shards) << shift, most = 1u << shift;
+    const uint32_t whole = static_cast<uint32_t>(position) / period;
+    const int32_t rest = static_cast<int32_t>(position - whole * period) - (shard << shift);
+    const uint32_t more = rest <= 0 ? 0 : static_cast<uint32_t>(rest) < most ? rest : most;
+    return static_cast<int32_t>((whole << shift) + more);
   }
 };
 
@@ -228,14 +229,20 @@ struct VisibleTokens {
 VLLM_KERNELS_HOST_DEVICE static inline VisibleTokens visible_tokens(const PagedAttentionParams& p,
                                                                     int64_t low, int64_t high,
                                                                     int32_t length) {
-  int64_t first = p.sliding_window > 0 ? low - p.sliding_window + 1 : 0;
-  int64_t behind = high + p.window_right + 1;
-  if (p.stripe.any()) {
-    first = p.stripe.count_before(first);
-    behind = p.stripe.count_before(behind);
-  }
+  const int64_t first = p.sliding_window > 0 ? low - p.sliding_window + 1 : 0;
+  const int64_t behind = high + p.window_right + 1;
   const int32_t end = behind < length ? static_cast<int32_t>(behind < 0 ? 0 : behind) : length;
   return {.begin = first < 0 ? 0 : static_cast<int32_t>(first < end ? first : end), .end = end};
+}
+
+// The same in tokens of the cache, which may have a shard. `length` counts these.
+VLLM_KERNELS_HOST_DEVICE static inline VisibleTokens visible_stored_tokens(
+    const PagedAttentionParams& p, int64_t low, int64_t high, int32_t length) {
+  if (!p.stripe.any()) return visible_tokens(p, low, high, length);
+  const VisibleTokens visible = visible_tokens(p, low, high, INT32_MAX);
+  const int32_t begin = p.stripe.count_before(visible.begin),
+                end = p.stripe.count_before(visible.end);
+  return {.begin = begin < length ? begin : length, .end = end < length ? end : length};
 }
 
 }  // namespace vllm_kernels

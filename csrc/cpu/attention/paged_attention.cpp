@@ -265,7 +265,7 @@ class PagedAttentionTask {
 
   void set_visible(const QueryTile& tile, int query, int32_t first, int count) {
     const int64_t position = tile.first_position + query;
-    const VisibleTokens visible = visible_tokens(p_, position, position, tile.keys.count);
+    const VisibleTokens visible = visible_stored_tokens(p_, position, position, tile.keys.count);
     const int begin = visible.begin - first, end = visible.end - first;
     visible_[query] = {.begin = begin > 0 ? begin : 0, .end = end < count ? end : count};
   }

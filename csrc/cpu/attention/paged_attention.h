@@ -86,7 +86,7 @@ int64_t for_each_query_tile(const PagedAttentionPlan& plan, int64_t begin, int64
       tile.first_new = first_position(p, seq, keys.count, range.count);
       tile.first_position = tile.first_new + query;
       tile.keys = keys;
-      const VisibleTokens visible = visible_tokens(
+      const VisibleTokens visible = visible_stored_tokens(
           p, tile.first_position, tile.first_position + tile.queries - 1, keys.count);
       tile.begin = visible.begin;
       tile.end = visible.end;

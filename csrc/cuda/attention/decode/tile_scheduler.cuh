@@ -401,9 +401,20 @@ __device__ __forceinline__ TileRows tile_rows(const PagedAttentionParams& p, con
   const int low = rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
   const int high =
       rows.position + static_cast<int>(shape.group_divisor.divide(rows.first + rows.count - 1));
-  rows.any = visible_tokens(p, low, high, sequence.seq_len);
   const int seen = shape.has_tree_mask ? rows.position - 1 : low;  // up to here by every row
-  rows.every = visible_tokens(p, high, seen, sequence.seq_len);
+  rows.any = {.begin = 0, .end = high + 1};
+  rows.every = {.begin = 0, .end = seen + 1};
+  if (p.sliding_window > 0) {
+    rows.any.begin = max(0, low - p.sliding_window + 1);
+    rows.every.begin = max(0, high - p.sliding_window + 1);
+  }
+  if (p.stripe.any()) {
+    const auto stored = [&](int position) {
+      return min(p.stripe.count_before(position), sequence.seq_len);
+    };
+    rows.any = {stored(rows.any.begin), stored(rows.any.end)};
+    rows.every = {stored(rows.every.begin), stored(rows.every.end)};
+  }
   return rows;
 }
 

@@ -74,7 +74,7 @@ __device__ __forceinline__ TokenRange tokens_of_query(const PagedAttentionParams
   const RowRange keys = key_range(p, seq);
   const int index = query - queries.first;
   const int position = first_position(p, seq, keys.count, queries.count) + index;
-  const VisibleTokens visible = visible_tokens(p, position, position, keys.count);
+  const VisibleTokens visible = visible_stored_tokens(p, position, position, keys.count);
   return {.seq = seq,
           .begin = visible.begin,
           .end = visible.end,
