@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
 import threading
 import weakref
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from kv_cache_manager_cases import make_buffers
 
 from vllm_kernels import kv_cache
 from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
+from vllm_kernels.kv_cache.tensors import KVCache
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "strided rows", "no positions"])
@@ -368,3 +370,10 @@ def test_buffers_are_on_the_cpu_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
         buffers = BatchBuffers.zeros(max_sequences=2, max_blocks=3, max_tokens=4)
     assert buffers.block_tables.device.type == "cpu"
+
+
+@pytest.mark.parametrize("kind", [KVCacheManager, KVCache])
+def test_type_hints_are_found(kind: type) -> None:
+    """By tools that look them up in the module of a method."""
+    methods = [getattr(kind, name) for name in dir(kind) if not name.startswith("_")]
+    assert all(get_type_hints(method) for method in methods if inspect.isfunction(method))

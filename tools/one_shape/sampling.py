@@ -25,11 +25,14 @@ def sampling() -> None:
                 {},
                 {"top_k": 5 * ints, "top_p": 0.9 * ones, "min_p": 0.01 * ones},
                 {"top_k": 5000 * ints, "top_p": 0.9 * ones},
+                {"min_p": 0.1 * ones},
                 {"top_p": 0.9 * ones, "bitmask": mask, "bias": (*lists, ones)},
                 {"token_counts": (*lists, ints), "repetition": 1.2 * ones, "presence": ones},
             ):
                 vllm_kernels.sample(logits, **drawn, **limits)
             vllm_kernels.sample(logits)
+            # Equal logits, which overflow every list.
+            vllm_kernels.sample(0 * logits, **drawn, top_p=0.9 * ones)
             vllm_kernels.sample(logits, **drawn, rows=0 * ints)
             vllm_kernels.top_k_top_p_mask_(logits.clone(), 3 * ints, 0.5 * ones)
             tokens = torch.zeros(rows, dtype=torch.int64, device=CUDA)

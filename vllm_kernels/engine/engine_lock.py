@@ -9,10 +9,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ..errors import EngineBusy, Error
-from .open_requests import OpenRequests
-from .tensor_parallel import Ranks
+
+if TYPE_CHECKING:
+    from .open_requests import OpenRequests
+    from .tensor_parallel import Ranks
 
 __all__ = ["EngineLock", "Exclusive", "called_in_fork"]
 

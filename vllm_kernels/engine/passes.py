@@ -88,26 +88,24 @@ class Passes:
         num_blocks = config.cache_blocks(model, shape, len(groups.windows))
         if ranks is not None:
             num_blocks = ranks.smallest(num_blocks)
-        num_host_blocks = config.host_bytes // shape.block_bytes
-        # Before the manager, whose own memory also grows with the number of blocks.
+        self.manager = KVCacheManager(
+            num_blocks,
+            config.block_size,
+            num_host_blocks=config.host_bytes // shape.block_bytes,
+            windows=groups.windows,
+            prefix_caching=config.prefix_caching,
+        )
+        limits = config.limits(model, self.manager, layers)
         self.cache = KVCache(
             shape,
             num_blocks,
             device=model.device,
-            num_host_blocks=num_host_blocks,
+            num_host_blocks=self.manager.num_host_blocks,
             tensor_of_layer=groups.tensor_of_layer,
             k_scale=config.k_scale,
             v_scale=config.v_scale,
         )
         cleanup.callback(self.cache.free)
-        self.manager = KVCacheManager(
-            num_blocks,
-            config.block_size,
-            num_host_blocks=num_host_blocks,
-            windows=groups.windows,
-            prefix_caching=config.prefix_caching,
-        )
-        limits = config.limits(model, self.manager, layers)
         with on_device:
             self._sampler = Sampler(config.max_rows, num_logits(model), model.device)
             self.packed = ModelRunner(

@@ -13,11 +13,11 @@ from .. import _C
 from .._C import InvalidArgument
 from .buffers import BatchBuffers
 
-__all__ = ["Integers", "MultimodalItem", "Tokens"]
+__all__ = ["Integers", "MultimodalItem", "Tokens", "native_buffers", "refuse_kinds"]
 
-Integers: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int]"
+Integers: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[int]
 """int64 (read in place) or int32 values of shape [n]: an array, a CPU tensor, or a list."""
-Tokens: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int]"
+Tokens: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[int]
 """Token ids in the range of int32: int32 or int64 of shape [n], as an array, CPU tensor or list."""
 
 
@@ -43,6 +43,7 @@ class MultimodalItem(NamedTuple):
 def native_buffers(
     method: str, buffers: BatchBuffers | Sequence[BatchBuffers]
 ) -> list[_C.BatchBuffers]:
+    """What the extension module takes for the buffers of one group of layers, or of several."""
     if isinstance(buffers, BatchBuffers):
         return [buffers._native]
     try:

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..errors import InvalidType, OutOfMemory
 from .shape import KVShape
 
-__all__ = ["Pairs", "free_memory"]
+__all__ = ["Pairs", "flat", "free_memory", "mapping_of", "new_pool"]
 
-Pairs: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[Sequence[int]]"
+Pairs: TypeAlias = Tensor | npt.NDArray[Any] | Sequence[Sequence[int]]
 """Blocks to copy, [n, 2]."""
 
 

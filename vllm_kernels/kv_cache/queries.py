@@ -15,7 +15,8 @@ __all__ = ["Queries"]
 
 
 class Queries:
-    """The calls of a :class:`~vllm_kernels.kv_cache.KVCacheManager` that only read."""
+    """The calls of a :class:`~vllm_kernels.kv_cache.KVCacheManager` that only read. It is their
+    one base class, and makes what they read."""
 
     __slots__ = ("_native", "windows")
     _native: _C.KVCacheManager

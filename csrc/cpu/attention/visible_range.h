@@ -1,4 +1,4 @@
-// The tokens of a KV block that a query token sees, as a range, as masks, and under a tree mask.
+// The tokens of a KV block that a query token sees: a range, masks, and the tree mask.
 #pragma once
 #include "cpu/attention/packed_gemm.h"
 #include "cpu/attention/paged_attention.h"

@@ -11,8 +11,7 @@
 // After 5 and 6, a mixed batch gets a concurrent decode launch for its short sequences.
 // ../README.md has the same table with exact conditions. Thresholds are in heuristics.h.
 // KernelChoice::obstacles has the reasons against each faster kernel; dispatch_words.cpp puts them
-// in words. Host code: it makes no CUDA
-// call.
+// in words. Host code: it makes no CUDA call.
 #include "cuda/attention/dispatch.h"
 
 #include <algorithm>

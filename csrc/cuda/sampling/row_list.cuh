@@ -166,7 +166,7 @@ __device__ __forceinline__ bool select_by_steps(SelectShared& shared, BinSets& s
   });
   finish_round<Cluster, true>(shared, sets, 1, found, target_of);
   const uint32_t border = found.prefix >> radix_shift(1);
-  // Until then it takes no registers.
+  // Parked in shared memory while the list is made, to save registers.
   if (threadIdx.x == 0) shared.above[0] = found.before;
   const int size =
       send_to_lists<float, Cluster, Cluster::kSize>(shared, slice, true, 2, [&](uint32_t ordered) {

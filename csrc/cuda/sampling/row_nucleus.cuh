@@ -8,8 +8,8 @@
 //            last kept token is
 //   weigh    exact weights, once per token. Each warp has a sum of all and one of the tokens above
 //            the border. Each CTA lists its tokens of the border
-//   draw     the first CTA finds the last kept token in the lists, the warp that holds the random
-//            place, and the token in it
+//   draw     the first CTA finds the last kept token in the lists. Then it finds the warp that
+//            holds the random place, and the token in it
 //
 // Bounds. k is kBinsPerUnit. A token of bin b differs from the highest by -(b - 1/2) / k to
 // -(b + 1/2) / k. It counts as e^(-b / k), which is right within a factor of e^(1 / 2k). Let P be
@@ -52,6 +52,7 @@ __device__ __forceinline__ uint64_t* nucleus_words(SelectShared& shared) {
 // What max_key() is, in 50 bits.
 constexpr int kTokenBits = 18;
 constexpr uint32_t kLastToken = (1u << kTokenBits) - 1;
+static_assert(kMaxVocab <= 1 << kTokenBits);
 __device__ __forceinline__ uint64_t border_key(uint32_t ordered, uint32_t token) {
   return uint64_t{ordered} << kTokenBits | (kLastToken - token);
 }
@@ -204,9 +205,9 @@ __device__ __forceinline__ void find_border(SelectShared& shared, float top_p) {
 
 // --- exact weights -------------------------------------------------------------------------------
 
-// Adds up the exact weights of this warp's chunk, of all tokens and of those above the border, and
-// lists the tokens of the border. Behind a barrier the cluster may read the sums, and every CTA
-// knows the sizes of all lists.
+// Adds up the exact weights of this warp's chunk: of all tokens, and of those above the border. It
+// also lists the tokens of the border. Behind a barrier the cluster may read the sums, and every
+// CTA knows the sizes of all lists.
 template <typename Cluster>
 __device__ __forceinline__ void weigh(SelectShared& shared, const Slice& slice) {
   const Border border = shared.border;
@@ -377,7 +378,8 @@ __device__ __forceinline__ void draw_from_nucleus(SelectShared& shared, const Sl
   const int warp = static_cast<int>(shared.bin);
   const Slice theirs = peer_slice<Cluster>(slice, vocab_size, warp / kRowWarps);
   const auto [first, last] = theirs.chunk(warp % kRowWarps);
-  const int at = first + opaque(threadIdx.x);  // chunks have at most a Vec per thread
+  static_assert(kMaxVocab <= int64_t{4} * kRowThreads * Cluster::kSize * kRowWarps);
+  const int at = first + opaque(threadIdx.x);  // so chunks have at most a Vec per thread
   const Border border = shared.border;
   uint64_t weights[4] = {};
   if (at < last) {

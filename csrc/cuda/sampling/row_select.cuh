@@ -25,11 +25,12 @@ struct List {
   alignas(16) uint32_t ordered[kRowThreads];
   alignas(16) uint32_t tokens[kRowThreads];
   // Tokens found for top-k with one radix round, with two, and for top-p. May exceed kRowThreads.
-  // Before these, row_few.cuh counts those of a CTA and those of the row in the first two.
+  // Before these, row_few.cuh counts those of a CTA and those of the row in the first two, and
+  // row_nucleus.cuh those of the border of a CTA in the first. Its words are then in this memory.
   int sizes[3];
 };
 
-// What a CTA tells the others of its own list (row_few.cuh).
+// What a CTA tells the others of its own list (row_few.cuh, row_nucleus.cuh).
 struct FewOfCta {
   int size;
   uint32_t highest;   // ordered bits of its highest logit
@@ -53,7 +54,8 @@ struct SelectShared {
   uint64_t cta_keys[kClusterSize];  // the highest key of each CTA
   uint64_t warp_keys[kRowWarps];
   uint64_t warp_sums[kRowWarps];
-  uint64_t above[kRowWarps];  // per warp: weights or number of tokens above the threshold
+  // Per warp: weights or number of tokens above the threshold. row_list.cuh parks a sum in [0].
+  uint64_t above[kRowWarps];
   uint32_t equal[kRowWarps];  // per warp: number of tokens equal to it
   Border border;
   // the border bin of a round

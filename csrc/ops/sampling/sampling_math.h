@@ -18,7 +18,8 @@
 
 namespace vllm_kernels {
 
-// A weight is floor(e^(x - max) * 2^40). 2^18 of them add up to less than 2^59.
+constexpr int64_t kMaxVocab = int64_t{1} << 18;
+// A weight is floor(e^(x - max) * 2^40). kMaxVocab of them add up to less than 2^59.
 constexpr float kWeightOne = 0x1p40f;
 // Temperatures below this select the highest logit.
 constexpr float kMinTemperature = 1e-5f;

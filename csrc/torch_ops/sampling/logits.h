@@ -11,12 +11,11 @@
 
 namespace vllm_kernels {
 
-// Checks logits [num_rows, vocab_size]. `vocab_size` must be at least 1 and at most 2^18.
+// Checks logits [num_rows, vocab_size]. `vocab_size` must be at least 1 and at most kMaxVocab.
 inline Argument read_logits(Expect& expect, const Tensor& logits, Size& num_rows,
                             Size& vocab_size) {
   Argument x = expect.tensor("logits", logits).floating().shape({&num_rows, &vocab_size});
   x.inner_contiguous();
-  constexpr int64_t kMaxVocab = int64_t{1} << 18;
   if (vocab_size < 1 || vocab_size > kMaxVocab) {
     x.fail("expected vocab_size of 1 to " + std::to_string(kMaxVocab) + ", got shape " +
            x.shape_text());
