@@ -13,6 +13,11 @@ LAYOUTS = ["vllm", "NHD", "HND"]  # of a paged cache
 EPSILON = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 # Below this magnitude a dtype's values are evenly spaced (float16 is denormal there).
 SMALLEST = {torch.float32: 2.0**-126, torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126}
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def ints(values: list[int], device: str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def bits(x: Tensor) -> Tensor:

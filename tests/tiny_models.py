@@ -18,6 +18,7 @@ from vllm_kernels.integrations.transformers import (
 
 PAD = 0
 VOCABULARY = 128
+GREEDY = {"do_sample": False, "max_new_tokens": 20}
 
 WINDOW = 8
 CONFIGS: dict[str, tuple[str, dict[str, object]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import oracle
 import torch
+from helpers import ints
 from torch import Tensor
 
 from vllm_kernels.compat import flash_attn, flash_attn_interface
@@ -22,10 +23,6 @@ def near(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
 def near_lse(got: Tensor, want: Tensor) -> None:
     assert got.shape == want.shape and got.dtype == torch.float32 and got.is_contiguous()
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
-
-
-def ints(values: list[int], device: str) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def random(*shape: int, device: str, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from flash_attn_cases import FA2, FA3, Paged, ints, random, starts_of, table_name
+from flash_attn_cases import FA2, FA3, Paged, random, starts_of, table_name
+from helpers import ints
 
 
 def test_shapes_are_refused_by_name(fa, device):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_cases import FA2, Paged, ints, near, random, starts_of, table_name
+from flash_attn_cases import FA2, Paged, near, random, starts_of, table_name
+from helpers import ints
 
 import vllm_kernels
 from vllm_kernels.compat import _direct

@@ -6,14 +6,13 @@ import math
 
 import pytest
 import torch
-from helpers import raises
+from helpers import needs_gpu, raises
 from torch import Tensor
 
 import vllm_kernels.compat.flashinfer as flashinfer
 
 PAGE, HEADS, KV_HEADS, SIZE = 16, 4, 2, 64
 LENS = [37, 0, 16, 5]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def ints(*values: int, device: str = "cpu") -> Tensor:

@@ -6,9 +6,12 @@ import os
 
 import torch
 from tiny_models import VOCABULARY
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.layer_groups import StepInputs
+from vllm_kernels.engine.model_runner import ModelRunner
 from vllm_kernels.engine.request import SamplingParams
 
 LENGTHS = (5, 19, 33, 8, 70, 3)
@@ -61,3 +64,25 @@ def served_with_failures(
         except (MemoryError, KeyError):
             failures += 1
     return list(got.values()), failures
+
+
+class _Replayed:
+    """Stands for a CUDA graph: the same call on the same buffers, into the same logits."""
+
+    def __init__(self, packed: ModelRunner, step: StepInputs) -> None:
+        self.packed, self.step = packed, step
+        logits, self.drawn = packed._forward_and_draw(step)
+        self.logits = logits.clone()
+
+    def replay(self) -> None:
+        logits, drawn = self.packed._forward_and_draw(self.step)
+        for kept, new in zip((self.logits, *self.drawn), (logits, *drawn)):
+            kept.copy_(new)
+
+
+def replayed(
+    packed: ModelRunner, step: StepInputs
+) -> tuple[_Replayed, Tensor, tuple[Tensor, Tensor]]:
+    """In place of ModelRunner._capture."""
+    graph = _Replayed(packed, step)
+    return graph, graph.logits, graph.drawn

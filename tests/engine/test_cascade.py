@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
 import torch
-from engines import SMALL, by_transformers, greedy, prompts
-from test_engine import COMPILED, replayed
+from engines import SMALL, by_transformers, greedy, prompts, replayed
+from test_engine import COMPILED
 from tiny_models import tiny_model
 
 from vllm_kernels.engine import layer_groups

@@ -7,11 +7,10 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
-from engines import SMALL, by_transformers, check_equal, greedy, prompts
+from engines import SMALL, by_transformers, check_equal, greedy, prompts, replayed
 from tiny_models import SERVED, tiny_model
 
 import vllm_kernels
@@ -203,28 +202,6 @@ def test_cuda_graphs_of_experts(dtype: torch.dtype, experts: str) -> None:
         warnings.simplefilter("error")
         assert [len(tokens) for tokens in greedy(engine, prompts((9, 30)))] == [20, 20]
         assert engine._packed._graphs
-
-
-class _Replayed:
-    """Stands for a CUDA graph: the same call on the same buffers, into the same logits."""
-
-    def __init__(self, packed: ModelRunner, step: StepInputs) -> None:
-        self.packed, self.step = packed, step
-        logits, self.drawn = packed._forward_and_draw(step)
-        self.logits = logits.clone()
-
-    def replay(self) -> None:
-        logits, drawn = self.packed._forward_and_draw(self.step)
-        for kept, new in zip((self.logits, *self.drawn), (logits, *drawn)):
-            kept.copy_(new)
-
-
-def replayed(
-    packed: ModelRunner, step: StepInputs
-) -> tuple[_Replayed, Tensor, tuple[Tensor, Tensor]]:
-    """In place of ModelRunner._capture."""
-    graph = _Replayed(packed, step)
-    return graph, graph.logits, graph.drawn
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "gpt_oss"])

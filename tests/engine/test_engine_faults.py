@@ -15,8 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
-from engines import SMALL, by_transformers, greedy, prompts, served_with_failures
-from test_engine import replayed
+from engines import SMALL, by_transformers, greedy, prompts, replayed, served_with_failures
 from tiny_models import SERVED, VOCABULARY, generate_ours, left_padded, tiny_model
 from transformers import (
     AutoConfig,

@@ -9,8 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
 import torch
-from engines import SMALL, greedy, prompts
-from test_engine import replayed
+from engines import SMALL, greedy, prompts, replayed
 from tiny_models import tiny_model
 from torch import Tensor
 

@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
-from engines import SMALL, by_transformers, greedy, prompts
-from test_engine import replayed
+from engines import SMALL, by_transformers, greedy, prompts, replayed
 from tiny_models import VOCABULARY, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer

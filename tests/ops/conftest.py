@@ -6,8 +6,13 @@ import pytest
 from helpers import LAYOUTS
 
 pytest.register_assert_rewrite(
-    "paged_attention_v1_v2_cases", "paged_attention_cases", "fused_decode_attention_cases"
+    "paged_attention_v1_v2_cases",
+    "paged_attention_cases",
+    "fused_decode_attention_cases",
+    "gather_cache_cases",
+    "reshape_and_cache_cases",
 )
+from reshape_and_cache_cases import OPS  # noqa: E402
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -34,4 +39,10 @@ def layout(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=[1, 2], ids=["v1", "v2"])
 def version(request: pytest.FixtureRequest) -> int:
     """Of paged_attention_v1 and _v2."""
+    return request.param
+
+
+@pytest.fixture(params=OPS, ids=["vllm", "flash"])
+def op(request: pytest.FixtureRequest) -> str:
+    """Of reshape_and_cache's tests: the op of a layout."""
     return request.param

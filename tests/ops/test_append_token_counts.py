@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_compiles, assert_graph_replays, opcheck, raises
-from pages_cases import needs_gpu
+from helpers import assert_compiles, assert_graph_replays, needs_gpu, opcheck, raises
 
 import vllm_kernels
 from vllm_kernels import reference

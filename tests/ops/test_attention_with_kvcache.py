@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_compiles, opcheck, raises, to_layout
+from helpers import assert_compiles, ints, opcheck, raises, to_layout
 from torch import Tensor
 
 import vllm_kernels
@@ -15,10 +15,6 @@ BOUND = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SIZE, KV_HEADS, HEADS = 64, 2, 6
 LENS = [5, 0, 31, 16, -1, 40]
 ROOM = 64  # tokens of a sequence
-
-
-def ints(values: list[int], device: str) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def make_case(

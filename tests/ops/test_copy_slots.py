@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import LAYOUTS, assert_compiles, opcheck, raises, to_layout
-from pages_cases import needs_gpu
+from helpers import LAYOUTS, assert_compiles, needs_gpu, opcheck, raises, to_layout
 from torch import Tensor
 
 import vllm_kernels

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_compiles, bits, opcheck, raises
+from helpers import assert_compiles, bits, ints, needs_gpu, opcheck, raises
 from torch import Tensor
 
 import vllm_kernels
 from vllm_kernels import reference
 
 CACHE_DTYPES = ["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(params=CACHE_DTYPES)
@@ -124,10 +123,6 @@ def table_for(lengths: list[int], device: str, block: int = 16) -> tuple[Tensor,
     for seq, count in enumerate(pages):
         table[seq, :count] = ids[sum(pages[:seq]) : sum(pages[: seq + 1])]
     return table.int().to(device), len(ids)
-
-
-def ints(values: list[int], device: str) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 @pytest.mark.parametrize(

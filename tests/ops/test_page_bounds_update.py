@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import LAYOUTS, assert_compiles, assert_graph_replays, bits, opcheck, raises
-from pages_cases import EIGHT_BITS, key_cache, key_rows, needs_gpu
+from helpers import LAYOUTS, assert_compiles, assert_graph_replays, bits, needs_gpu, opcheck, raises
+from pages_cases import EIGHT_BITS, key_cache, key_rows
 from torch import Tensor
 
 import vllm_kernels

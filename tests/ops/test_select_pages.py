@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_compiles, opcheck, raises, to_layout
-from pages_cases import lengths_and_tables, needs_gpu
+from helpers import assert_compiles, needs_gpu, opcheck, raises, to_layout
+from pages_cases import lengths_and_tables
 
 import vllm_kernels
 from vllm_kernels import reference

@@ -5,8 +5,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_close, assert_compiles, opcheck, opcheck_float8, raises, to_layout
-from pages_cases import EIGHT_BITS, lengths_and_tables, needs_gpu
+from helpers import (
+    assert_close,
+    assert_compiles,
+    needs_gpu,
+    opcheck,
+    opcheck_float8,
+    raises,
+    to_layout,
+)
+from pages_cases import EIGHT_BITS, lengths_and_tables
 
 import vllm_kernels
 from vllm_kernels import reference
