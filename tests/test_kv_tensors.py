@@ -250,7 +250,7 @@ def test_free_memory(device: str) -> None:
         ),
         (
             {"head_size": 80, "cache_dtype": "int4_per_token"},
-            "head size: expected a multiple of 32 from 64 to 256 for int4_per_token, got 80",
+            "head size: expected a multiple of 32 from 32 to 256 for int4_per_token, got 80",
         ),
         ({"dtype": torch.float64}, "dtype: expected float32, float16 or bfloat16"),
         ({"block_size": 24}, "block_size: expected a power of two from 1 to 256, got 24"),

@@ -63,9 +63,9 @@ CONSTRUCTOR = {
         "sink_pages=1, recent_pages=4, dense_layers=2)",
     ),
     "int4, head size": (
-        of_tiny_model(cache_dtype="int4_per_token"),
+        lambda: Engine(tiny_model(head_dim=48), **SMALL | {"cache_dtype": "int4_per_token"}),
         NotImplementedError,
-        "head size: expected a multiple of 32 from 64 to 256 for int4_per_token, got 32",
+        "head size: expected a multiple of 32 from 32 to 256 for int4_per_token, got 48",
     ),
     "sparse, a scale a token": (
         of_tiny_model(cache_dtype="int8_per_token", sparse=PageSelection(budget=80)),

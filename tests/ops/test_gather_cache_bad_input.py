@@ -195,7 +195,7 @@ def test_bad_input_of_gathered_int4():
          r"k_scale: expected 3 dimensions, got shape \[1\]"),
         (rows, caches, {"v_zero": of_tokens[3, :1]}, "v_zero: expected shape"),
         (rows, [x.view(torch.int8) for x in caches], {}, "key_cache: expected uint8, got int8"),
-        (narrow, caches, {}, "key: expected a head_size of 64 to 256 in steps of 32 for an int"),
+        (narrow, caches, {}, "key: expected a head_size of 32 to 256 in steps of 32 for an int"),
     ]  # fmt: skip
     for to, pages, changes, message in cases:
         with raises("^gather_paged_kv: " + message):

@@ -44,7 +44,7 @@ def token_case(bits: int, device: str, dtype: torch.dtype, *sizes: object, span:
 
 
 def int4_takes(head_size: int) -> bool:
-    return head_size in range(64, 257, 32)
+    return head_size in range(32, 257, 32)
 
 
 def scales_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -428,7 +428,7 @@ def test_bad_input_of_int4():
     with raises("^paged_attention: v_token_zeros: requires grad"):
         case.with_options(v_token_zeros=value.clone().requires_grad_()).run()
     with raises(
-        "^paged_attention: query: expected a head_size of 64 to 256 in steps of 32 for an "
+        "^paged_attention: query: expected a head_size of 32 to 256 in steps of 32 for an "
         "int4 cache, got 48"
     ):
         replace(case, query=torch.randn(2, 8, 48)).run()

@@ -66,7 +66,7 @@ class Paged:
         self.layout = layout or choice(LAYOUTS)
         self.blocks, self.block_size, self.heads = 4, choice([8, 16]), choice([1, 2])
         self.is_int4 = stored == torch.uint8
-        self.head_size = choice([64, 96] if self.is_int4 else [32, 48])
+        self.head_size = choice([32, 96] if self.is_int4 else [32, 48])
         row = self.head_size // 2 if self.is_int4 else self.head_size
         sizes = (self.blocks, self.block_size, self.heads, row)
         self.key, self.value = (

@@ -41,8 +41,8 @@ class KVShape:
         num_layers: whose keys and values a block holds, all layers of a group (of all, where there
             is one group).
         num_kv_heads: key/value heads of a layer.
-        head_size: a multiple of 8 from 32 to 256 (of 16 for an 8-bit cache). int4: a multiple of
-            32 from 64 to 256.
+        head_size: a multiple of 8 from 32 to 256 (of 16 for an 8-bit cache, of 32 for
+            int4).
         dtype: of keys, values and queries: float32, float16 or bfloat16.
         block_size: tokens of a block, a power of two from 1 to 256.
         layout: "vllm", "NHD" or "HND", as :func:`vllm_kernels.paged_attention` has them.
@@ -93,11 +93,10 @@ class KVShape:
         dtype = f"the {type(self.dtype).__name__} {self.dtype!r}"
         check(isinstance(self.dtype, torch.dtype), "dtype", "a torch.dtype", dtype, InvalidType)
         of_int4 = " for int4_per_token" if self.has_token_zeros else ""
-        low, step = (64, 32) if self.has_token_zeros else (32, 16)
-        step = 8 if self.cache_dtype == "auto" else step
+        step = 32 if self.has_token_zeros else 8 if self.cache_dtype == "auto" else 16
         check(
-            self.head_size in range(low, 257, step),
-            "head size", f"a multiple of {step} from {low} to 256{of_int4}", self.head_size,
+            self.head_size in range(32, 257, step),
+            "head size", f"a multiple of {step} from 32 to 256{of_int4}", self.head_size,
         )  # fmt: skip
         check(self.dtype in _MODEL_DTYPES, "dtype", "float32, float16 or bfloat16", self.dtype)
         check(

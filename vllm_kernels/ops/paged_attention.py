@@ -216,7 +216,7 @@ def paged_attention(
     Args:
         query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; the stride between
             tokens is free. head_size: a multiple of 8 (of 16 for an 8-bit cache) from 32 to 256.
-            int4: a multiple of 32 from 64 to 256.
+            int4: a multiple of 32.
         key_cache, value_cache: dtype of query, float8_e4m3fn, float8_e5m2 or int8. By layout:
 
             - "vllm": K [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes'

@@ -136,7 +136,7 @@ def reshape_and_cache_per_token_quant(
     :func:`paged_attention` and :func:`gather_paged_kv` read such a cache.
 
     Args:
-        key, value, slot_mapping: as :func:`reshape_and_cache`. int4: head_size is 64 to 256, in
+        key, value, slot_mapping: as :func:`reshape_and_cache`. int4: head_size is 32 to 256, in
             steps of 32.
         key_cache, value_cache: int8, in ``layout``, written. "vllm", or "NHD" [num_blocks,
             block_size, num_kv_heads, head_size], or "HND" [num_blocks, num_kv_heads, block_size,

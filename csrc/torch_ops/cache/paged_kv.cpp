@@ -236,8 +236,8 @@ PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvL
 PagedKv int4_pages(const Argument& named, Argument& key_cache, Argument& value_cache,
                    KvLayout layout, CacheSizes& sizes) {
   const int64_t head_size = sizes.head_size;
-  if (head_size < 64 || head_size > 256 || head_size % 32 != 0) {
-    named.fail("expected a head_size of 64 to 256 in steps of 32 for an int4 cache, got " +
+  if (head_size < 32 || head_size > 256 || head_size % 32 != 0) {
+    named.fail("expected a head_size of 32 to 256 in steps of 32 for an int4 cache, got " +
                std::to_string(head_size));
   }
   sizes.head_size = Size("head_size / 2", head_size / 2, sizes.head_size.source);
