@@ -66,20 +66,19 @@ struct TreeMask {
 // seq_lens counts these.
 struct Stripe {
   const int32_t* total_lens = nullptr;  // [num_seqs] tokens of all shards; null: there is but one
-  int32_t shards = 1;
+  int32_t others = 0;                   // number of other shards
   int32_t shard = 0;
   int32_t shift = 0;  // log2 of interleave
 
   VLLM_KERNELS_HOST_DEVICE bool any() const { return total_lens != nullptr; }
-  // The place in the sequence of the shard's token `stored`.
+  // The place in the sequence of the shard's token `stored`; `stored` itself if there is one shard.
   VLLM_KERNELS_HOST_DEVICE int32_t position_of(int32_t stored) const {
-    const int32_t low = (1 << shift) - 1;
-    return (((stored >> shift) * shards + shard) << shift) + (stored & low);
+    return stored + (((stored >> shift) * others + shard) << shift);
   }
   // How many tokens of the shard have a place in the sequence before `position`.
   VLLM_KERNELS_HOST_DEVICE int32_t count_before(int32_t position) const {
     if (position <= 0) return 0;
-    const uint32_t period = static_cast<uint32_t>(shards) << shift, most = 1u << shift;
+    const uint32_t period = static_cast<uint32_t>(others + 1) << shift, most = 1u << shift;
     const uint32_t whole = static_cast<uint32_t>(position) / period;
     const int32_t rest = static_cast<int32_t>(position - whole * period) - (shard << shift);
     const uint32_t more = rest <= 0 ? 0 : static_cast<uint32_t>(rest) < most ? rest : most;

@@ -52,7 +52,7 @@ Stripe read_stripe(Expect& expect, const PagedAttentionParams& params, const Ten
   expect.that(!params.tree_mask.any(), "total_seq_lens: expected no tree_mask");
   read.add(lens);
   return {.total_lens = lens.as<const int32_t>(),
-          .shards = clamped_int32(count),
+          .others = clamped_int32(count) - 1,
           .shard = clamped_int32(number("shard", shard, 0, shards - 1)),
           .shift = std::countr_zero(period)};
 }

@@ -23,11 +23,6 @@ __device__ __forceinline__ float apply_softcap(const ScoreCap& cap, float score)
   return cap.cap - __fdividef(2.0f * cap.cap, 1.0f + exp2_approx(score * cap.inverse));
 }
 
-// The position in its sequence of token `stored` of the cache.
-__device__ __forceinline__ int position_of(const PagedAttentionParams& p, int stored) {
-  return p.stripe.any() ? p.stripe.position_of(stored) : stored;
-}
-
 // Column 0 of a row of scores. `distance` is its KV position minus the query position.
 struct ScoreRow {
   int head;

@@ -179,7 +179,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     }
     if (threadIdx.x == 0) {
       work_tiles[now] = work_tile;
-      work_tile_rows[now] = rows;
+      store_rows(p, rows, work_tile.sequence.seq_len, work_tile_rows[now]);
     }
     pipeline.set_source(p, kShift, work_tile.seq, work_tile.sequence.seq_len, work_tile.kv_head,
                         work_tile.sequence.first_stage + work_tile.stage + consumer, consumers,
@@ -413,7 +413,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     const auto adjust = [&](float score, int t, int j, int token) {
       const int row = min(first_row + Mma::row_of(lane, t, j), rows.count - 1);
       const QueryRow query_row = query_row_of(shape.work, work_tile, rows, row);
-      const int other = position_of(p, first + token) - rows.position;
+      const int other = p.stripe.position_of(first + token) - rows.position;
       if (tree_hides(p, work_tile.sequence.first_query + query_row.token, query_row.token, other)) {
         return -INFINITY;
       }

@@ -120,7 +120,8 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
     if (lane == 0) {
       if (index < scheduler.num_tiles()) {
         queue.work_tiles[slot] = work_tile;
-        queue.rows[slot] = tile_rows(p, shape.work, work_tile);
+        store_rows(p, tile_rows(p, shape.work, work_tile), work_tile.sequence.seq_len,
+                   queue.rows[slot]);
       }
       queue.ends[slot] = index >= scheduler.num_tiles();
     }
@@ -271,7 +272,7 @@ __device__ __forceinline__ void attend(
         const auto adjust = [&](float score, int t, int j, int token) {
           const int row = min(Mma::row_of(lane, t, j), mine.count - 1);
           const QueryRow query_row = query_row_of(shape.work, work_tile, mine, row);
-          const int other = position_of(p, first + token) - mine.position;
+          const int other = p.stripe.position_of(first + token) - mine.position;
           score = adjusted_score(p, shape.cap, query_row.head, other - query_row.token, score);
           const int query = work_tile.sequence.first_query + query_row.token;
           return tree_hides(p, query, query_row.token, other) ? -INFINITY : score;

@@ -386,8 +386,8 @@ struct TileRows {
   int first;  // among the sequence's query_len * group rows
   int count;
   int position;  // of the sequence's query token 0
-  // Tokens of the sequence that are visible to any row, and to every row. With a tree mask, every
-  // row sees those before the query tokens.
+  // Tokens of the sequence that are visible to any row, and to every row; after store_rows(), of
+  // the cache. With a tree mask, every row sees those before the query tokens.
   VisibleTokens any, every;
 };
 
@@ -408,14 +408,21 @@ __device__ __forceinline__ TileRows tile_rows(const PagedAttentionParams& p, con
     rows.any.begin = max(0, low - p.sliding_window + 1);
     rows.every.begin = max(0, high - p.sliding_window + 1);
   }
-  if (p.stripe.any()) {
-    const auto stored = [&](int position) {
-      return min(p.stripe.count_before(position), sequence.seq_len);
-    };
-    rows.any = {stored(rows.any.begin), stored(rows.any.end)};
-    rows.every = {stored(rows.every.begin), stored(rows.every.end)};
-  }
   return rows;
+}
+
+// Writes `rows` to shared memory. Where the cache has a shard, the ranges become those of its
+// tokens. They do so in shared memory: the scheduler warp has few registers.
+__device__ __forceinline__ void store_rows(const PagedAttentionParams& p, const TileRows& rows,
+                                           int seq_len, TileRows& to) {
+  to = rows;
+  if (!p.stripe.any()) return;
+  const auto stored = [&](VisibleTokens range) -> VisibleTokens {
+    return {min(p.stripe.count_before(range.begin), seq_len),
+            min(p.stripe.count_before(range.end), seq_len)};
+  };
+  to.any = stored(to.any);
+  to.every = stored(to.every);
 }
 
 // A row's query token (within its sequence) and query head (of the model).

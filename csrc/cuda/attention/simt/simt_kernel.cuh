@@ -182,7 +182,7 @@ struct SimtCta {
   __device__ __forceinline__ float modified(float score, int head, int token) const {
     modify_scores<true>(
         p, score_cap(p.softcap),
-        [&] { return ScoreRow{heads.first + head, position_of(p, token) - tokens.position}; },
+        [&] { return ScoreRow{heads.first + head, p.stripe.position_of(token) - tokens.position}; },
         [&](const auto& modification) { score = modification(score, 0); });
     return score;
   }
