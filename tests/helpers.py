@@ -8,12 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import vllm_kernels
+
 LAYOUTS = ["vllm", "NHD", "HND"]  # of a paged cache
 # Distance between neighbouring values at 1.0.
 EPSILON = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 # Below this magnitude a dtype's values are evenly spaced (float16 is denormal there).
 SMALLEST = {torch.float32: 2.0**-126, torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_cuda_library = pytest.mark.skipif(
+    not (torch.cuda.is_available() and vllm_kernels.cuda_loaded),
+    reason="needs a GPU and the CUDA library",
+)
 
 
 def ints(values: list[int], device: str) -> Tensor:

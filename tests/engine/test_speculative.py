@@ -231,7 +231,7 @@ def test_a_pass_that_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [by_transformers(model, text) for text in texts]
     with Engine(model, speculative=drafters(model, "cpu")[name], **SPECULATIVE) as engine:
         calls = 0
-        for runner in {engine._packed, getattr(engine._drafter, "_packed", engine._packed)}:
+        for runner in {engine._packed, getattr(engine._passes.drafter, "_packed", engine._packed)}:
             run = runner.run
 
             def failing(*given: object, run=run) -> object:
@@ -264,13 +264,13 @@ def test_a_draft_cache_for_some_sequences() -> None:
     options = DraftModel(draft, 3, cache_bytes=22 * 8192)  # blocks of 8 tokens
     computed: list[int] = []
     with Engine(model, speculative=options, **SPECULATIVE) as engine:
-        run = engine._drafter._packed.run
+        run = engine._passes.drafter._packed.run
 
         def counted(plan: Plan, *arguments: Tensor) -> StepLogits:
             computed.append(plan.num_tokens)
             return run(plan, *arguments)
 
-        engine._drafter._packed.run = counted
+        engine._passes.drafter._packed.run = counted
         greedy(engine, prompts((50, 48, 51, 49)), max_tokens=24)
         assert engine.statistics().scheduler.num_accepted > 20
     assert sum(computed) < 600

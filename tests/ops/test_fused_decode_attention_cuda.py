@@ -7,14 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from fused_decode_attention_cases import make_case
-from helpers import LAYOUTS
+from helpers import LAYOUTS, needs_cuda_library
 from late_indices import STALE, LateIndices
 
 import vllm_kernels
 
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() and vllm_kernels.cuda_loaded), reason="needs a GPU"
-)
+pytestmark = needs_cuda_library
 
 
 @pytest.mark.parametrize("stale", ["seq_lens", "block_tables", STALE])

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_compiles, opcheck, raises
+from helpers import assert_compiles, needs_cuda_library, opcheck, raises
 from paged_attention_cases import Case, make_case
 from torch import Tensor
 
 import vllm_kernels
 from vllm_kernels import reference
 
-needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and vllm_kernels.cuda_loaded),
-    reason="needs a GPU and the CUDA library",
-)
 BF16 = torch.bfloat16
 GARBAGE = [-1, 2**30, -(2**31)]
 
@@ -71,7 +67,7 @@ def test_prompts(device, layout):
     assert torch.equal(attend(case, page_list(case)), case.run())
 
 
-@needs_gpu
+@needs_cuda_library
 def test_kv_ready_in_a_graph(layout):
     """A promise about the caller's tensors. The tables are made in the same graph, just before."""
     case = make_case("cuda", BF16, [300, 17, 1000, 5], head_size=128, layout=layout)
@@ -140,7 +136,7 @@ def test_too_few_tokens_on_the_cpu():
         attend(case, pages)
 
 
-@needs_gpu
+@needs_cuda_library
 def test_bad_pages_are_contained():
     """Sequences that are right give what they give, whatever the others have."""
     case = make_case("cuda", BF16, [300, 70, 5], head_size=128)
@@ -159,7 +155,7 @@ def test_bad_pages_are_contained():
         assert out[1].isfinite().all() or name == "kv_indptr" or value == 2**31 - 1
 
 
-@needs_gpu
+@needs_cuda_library
 def test_graph_replays_with_other_lists():
     long = make_case("cuda", BF16, [900, 33, 5, 400], head_size=128)
     pages = page_list(long)

@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import LAYOUTS, raises
+from helpers import LAYOUTS, needs_cuda_library, raises
 from late_indices import STALE, LateIndices
 from paged_attention_cases import EIGHT_BITS, Case, assert_right, check, make_case
 
 import vllm_kernels
 
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() and vllm_kernels.cuda_loaded), reason="needs a GPU"
-)
+pytestmark = needs_cuda_library
 BF16 = torch.bfloat16
 F16 = torch.float16
 FP8 = torch.float8_e4m3fn

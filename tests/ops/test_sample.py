@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_compiles, assert_graph_replays, opcheck, raises
+from helpers import assert_compiles, assert_graph_replays, needs_cuda_library, opcheck, raises
 from sampling_cases import VOCABULARIES, hard_rows, on, pick, random_request
 
 import vllm_kernels
 from vllm_kernels import reference
-
-needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and vllm_kernels.cuda_loaded), reason="needs a GPU"
-)
 
 
 def check(logits: torch.Tensor, request: dict[str, object]) -> None:
@@ -394,7 +390,7 @@ def test_bad_tokens_on_the_cpu():
             vllm_kernels.sample(x, bias=(indptr, 0 * entry, entry.float()))
 
 
-@needs_gpu
+@needs_cuda_library
 def test_bad_tokens_are_contained():
     x = torch.randn(2, 40, device="cuda")
     tokens = torch.tensor([40, -1, 2**31 - 1], dtype=torch.int32, device="cuda")
@@ -417,7 +413,7 @@ def test_opcheck_and_compile(device, dtype):
     assert_compiles(lambda: vllm_kernels.sample(x, **request))
 
 
-@needs_gpu
+@needs_cuda_library
 def test_graph_replay(dtype):
     vocab_size = 32_000
     logits = torch.randn(8, vocab_size, device="cuda", dtype=dtype)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import assert_compiles, assert_graph_replays, opcheck, raises
+from helpers import assert_compiles, assert_graph_replays, needs_cuda_library, opcheck, raises
 from paged_attention_cases import (
     NAN,
     Case,
@@ -25,10 +25,6 @@ from torch import Tensor
 import vllm_kernels
 from vllm_kernels import reference
 
-needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and vllm_kernels.cuda_loaded),
-    reason="needs a GPU and the CUDA library",
-)
 BF16 = torch.bfloat16
 
 
@@ -323,7 +319,7 @@ def test_page_lists(bits, device, layout):
     assert torch.equal(got, case.run())
 
 
-@needs_gpu
+@needs_cuda_library
 @pytest.mark.parametrize("queries", [None, [1, 3, 1], [150, 1, 120]], ids=str)
 def test_graph_replay(bits, layout, queries):
     """With other scales, as after a step that wrote to the cache."""
@@ -344,7 +340,7 @@ def test_graph_replay(bits, layout, queries):
     assert_graph_replays(attend, refill, out, with_scales(case, *other).run)
 
 
-@needs_gpu
+@needs_cuda_library
 def test_after_the_writer(bits, layout):
     """A writer just before, whose scales must not be read early."""
     case = token_case(bits, "cuda", BF16, [1000] * 4, layout=layout, head_size=128)

@@ -6,17 +6,13 @@ import re
 
 import pytest
 import torch
-from helpers import assert_compiles, assert_graph_replays, raises
+from helpers import assert_compiles, assert_graph_replays, needs_cuda_library, raises
 from paged_attention_cases import Case, assert_right, check, make_case, per_head, with_token_scales
 from torch import Tensor
 
 import vllm_kernels
 
 BF16 = torch.bfloat16
-needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and vllm_kernels.cuda_loaded),
-    reason="needs a GPU and the CUDA library",
-)
 
 
 def random_trees(counts: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -190,7 +186,7 @@ def test_opcheck_and_compile(device):
     assert_compiles(call, case.query, case.options["tree_mask"])
 
 
-@needs_gpu
+@needs_cuda_library
 def test_cuda_graph():
     case = tree_case("cuda", BF16, [400, 90], [5, 8])
     mask, other = case.options["tree_mask"].clone(), random_trees([5, 8]).cuda()

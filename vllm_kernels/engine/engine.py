@@ -174,7 +174,7 @@ class Engine:
             self._passes = passes
             self.manager, self.cache = passes.manager, passes.cache
             self.scheduler, self._recovery = passes.scheduler, passes.recovery
-            self._packed, self._drafter = passes.packed, passes.drafter
+            self._packed = passes.packed
             self._open = passes.open_requests
             self._requests, self._queues = self._open.by_id, self._open.queues
             self._exclusive = Exclusive(self._open, self._ranks)

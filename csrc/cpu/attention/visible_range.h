@@ -1,10 +1,12 @@
-// The tokens of a KV block that a query token sees: a range, masks, and the tree mask.
+// The tokens of a KV block that a query token sees: a range, masks, and the tree mask. See
+// cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/attention/packed_gemm.h"
 #include "cpu/attention/paged_attention.h"
 #include "cpu/base/vec_math.h"
 
 namespace vllm_kernels::cpu {
+namespace {
 
 struct VisibleRange {
   int begin, end;  // tokens of the KV block
@@ -42,4 +44,5 @@ inline Vec masked_by_tree(const TreeMask& mask, const QueryTile& tile, int query
   return score;
 }
 
+}  // namespace
 }  // namespace vllm_kernels::cpu
