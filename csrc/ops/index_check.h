@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "ops/rows.h"
+#include "ops/stripe.h"
 
 namespace vllm_kernels {
 
@@ -23,6 +24,9 @@ struct IndexBounds {
   int64_t max_increase = -1;
   // Lengths, if not null, [n + 1]: one that is not 0 must not be less than its row's query tokens.
   const int32_t* query_start_loc = nullptr;
+  // Lengths of sequences, if not null, [n]: a shard must have that many tokens of its sequence.
+  const int32_t* shard_lens = nullptr;
+  Stripe stripe = {};
   // float32: the bounds are those of the bits. Bits of finite numbers > 0 are in [1,
   // kInfinityBits).
   bool is_scale = false;
@@ -40,6 +44,15 @@ struct IndexBounds {
     if (query_start_loc == nullptr || length <= 0 || length >= high) return bounds;
     const int64_t queries = int64_t{query_start_loc[row + 1]} - query_start_loc[row];
     if (queries > low) bounds.low = queries;
+    return bounds;
+  }
+  VLLM_KERNELS_HOST_DEVICE IndexBounds for_shard(int64_t row) const {
+    IndexBounds bounds = *this;
+    if (shard_lens == nullptr) return bounds;
+    const int64_t stored = shard_lens[row];
+    if (stored > 0) bounds.low = stripe.position_of(stored - 1) + 1;
+    const int64_t next = stripe.position_of(stored);
+    if (next < high) bounds.high = next + 1;
     return bounds;
   }
 };
@@ -83,7 +96,7 @@ struct IndexCheckParams {
   // The bounds of an element. `previous` is the one before it; unused in row 0.
   VLLM_KERNELS_HOST_DEVICE IndexBounds bounds_of(int64_t row, int64_t value,
                                                  int64_t previous) const {
-    return (row > 0 ? bounds.after(previous) : bounds).for_length(row, value);
+    return (row > 0 ? bounds.after(previous) : bounds).for_length(row, value).for_shard(row);
   }
 
   VLLM_KERNELS_HOST_DEVICE ColumnRange used_columns(int64_t row) const {

@@ -57,6 +57,15 @@ def values_of_check_mode() -> None:
     vk.paged_attention(*call, lens, causal=False, **options)
     torch.cuda.synchronize()
     vk.check()
+    for total, expected in (
+        (9, "at least its 20 query tokens"),
+        (60, "a length that leaves this shard seq_lens tokens, in [24, 26)"),
+        (2**31 - 1, "a length that leaves this shard seq_lens tokens, in [24, 26)"),
+    ):
+        totals = torch.tensor([total], device=CUDA, dtype=torch.int32)
+        shard = {"total_seq_lens": totals, "shards": 2, "sliding_window": 5}
+        vk.paged_attention(*call, lens + 9, **shard, **options)
+        reported(f"paged_attention: total_seq_lens[0] = {total}: expected {expected}")
     for value, text in ((float("nan"), "nan"), (float("inf"), "inf"), (0.0, "0"), (-1.0, "-1")):
         good, bad = torch.ones(2, device=CUDA), torch.tensor([1.0, value], device=CUDA)
         vk.paged_attention(*call, lens + 20, k_scale=good, v_scale=bad, **options)

@@ -149,9 +149,22 @@ def test_bad_input(device):
         ({"interleave": 0}, "interleave: expected 1 to 16384, got 0"),
         ({"interleave": 12}, "interleave: expected a power of two, got 12"),
         ({"tree_mask": lens.new_ones(13)}, "total_seq_lens: expected no tree_mask"),
+        ({"kv_indptr": lens.new_zeros(3)}, "total_seq_lens: expected no kv_indptr"),
     ):
         with raises(re.escape(message)):
             case.with_options(**options).run()
+
+
+def test_totals_must_fit_the_shard():
+    case = shard_case("cpu", BF16, [40, 90], [5, 8], (2, 1, 4))  # 20 and 44 tokens are stored
+    for totals, message in (
+        ([4, 90], "total_seq_lens[0] = 4: expected at least its 5 query tokens"),
+        ([40, -1], "total_seq_lens[1] = -1: expected a length in [0, 2147483648)"),
+        ([44, 90], "total_seq_lens[0] = 44: expected a length that leaves this shard seq_lens "
+                   "tokens, in [40, 45)"),
+    ):  # fmt: skip
+        with raises(re.escape(message)):
+            case.with_options(total_seq_lens=torch.tensor(totals, dtype=torch.int32)).run()
 
 
 def test_opcheck_and_compile(device):

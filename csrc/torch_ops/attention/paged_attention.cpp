@@ -41,10 +41,11 @@ Stripe read_stripe(Expect& expect, const PagedAttentionParams& params, const Ten
     expect.that(value >= low && value <= high,
                 std::string(name) + ": expected " + std::to_string(low) + " to " +
                     std::to_string(high) + ", got " + std::to_string(value));
-    return static_cast<uint32_t>(value);
+    return clamped_int32(value);
   };
-  const uint32_t count = number("shards", shards, 1, 1 << 16);
-  const uint32_t period = number("interleave", interleave, 1, 1 << 14);
+  const int32_t others = number("shards", shards, 1, 1 << 16) - 1;
+  number("interleave", interleave, 1, 1 << 14);
+  const uint64_t period = interleave;
   expect.that(std::has_single_bit(period),
               "interleave: expected a power of two, got " + std::to_string(interleave));
   const Argument lens =
@@ -52,9 +53,25 @@ Stripe read_stripe(Expect& expect, const PagedAttentionParams& params, const Ten
   expect.that(!params.tree_mask.any(), "total_seq_lens: expected no tree_mask");
   read.add(lens);
   return {.total_lens = lens.as<const int32_t>(),
-          .others = clamped_int32(count) - 1,
-          .shard = clamped_int32(number("shard", shard, 0, shards - 1)),
+          .others = others,
+          .shard = number("shard", shard, 0, shards - 1),
           .shift = std::countr_zero(period)};
+}
+
+// Checks the lengths of whole sequences against their query tokens, and against seq_lens.
+void check_total_lens(Expect& expect, const PagedAttentionParams& params,
+                      const Tensor& total_seq_lens) {
+  const Argument lens = expect.tensor("total_seq_lens", total_seq_lens);
+  constexpr int64_t kEnd = int64_t{std::numeric_limits<int32_t>::max()} + 1;
+  check_index(expect, lens,
+              {.noun = "a length",
+               .high = kEnd,
+               .query_start_loc = params.window_right == 0 ? params.query_start_loc : nullptr});
+  check_index(expect, lens,
+              {.noun = "a length that leaves this shard seq_lens tokens,",
+               .high = kEnd,
+               .shard_lens = params.seq_lens,
+               .stripe = params.stripe});
 }
 
 // Whether the bytes of a uint8 cache are int4, which the caller says with zeros.
@@ -108,6 +125,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   read_query_start_loc(expect, params, queries, or_null(query_start_loc), max_query_len, read);
   if (tree_mask) params.tree_mask = read_tree_mask(expect, params, *tree_mask, queries, read);
   if (total_seq_lens) {
+    expect.that(!kv_indptr, "total_seq_lens: expected no kv_indptr");
     params.stripe = read_stripe(expect, params, *total_seq_lens, shards, shard, interleave,
                                 queries.num_seqs, read);
   } else {
@@ -120,6 +138,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                           queries.num_seqs, read);
   } else {
     read_pages(expect, params, block_tables, seq_lens, queries.num_seqs, read);
+    if (total_seq_lens) check_total_lens(expect, params, *total_seq_lens);
   }
   read.add(queries.query, k, v);
   expect.apart(written, read);

@@ -47,7 +47,8 @@ void scan(const IndexCheckParams& params, const Argument& values) {
 template <typename Int>
 void scan_as(const IndexCheckParams& p) {
   IndexBounds bounds = p.bounds;
-  const bool varies = bounds.max_increase >= 0 || bounds.query_start_loc != nullptr;
+  const bool varies =
+      bounds.max_increase >= 0 || bounds.query_start_loc != nullptr || bounds.shard_lens != nullptr;
   for (int64_t row = 0; row < p.rows; ++row) {
     const Int* values = static_cast<const Int*>(p.values) + row * p.row_stride;
     if (varies) bounds = p.bounds_of(row, values[0], row > 0 ? values[-p.row_stride] : 0);

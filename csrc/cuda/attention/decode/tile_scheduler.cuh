@@ -110,7 +110,7 @@ __device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams
   int begin = 0;
   if (p.sliding_window > 0) {
     begin = first_position(p, seq, work.seq_len, work.query_len) - p.sliding_window + 1;
-    begin = p.stripe.any() ? p.stripe.count_before(begin) : max(0, begin);
+    begin = p.stripe.any() ? min(p.stripe.count_before(begin), work.seq_len) : max(0, begin);
   }
   work.first_stage = begin >> shape.stage_shift;
   const int end = (work.seq_len + shape.stage_tokens() - 1) >> shape.stage_shift;
