@@ -149,10 +149,20 @@ def test_bad_input(device):
         ({"interleave": 0}, "interleave: expected 1 to 16384, got 0"),
         ({"interleave": 12}, "interleave: expected a power of two, got 12"),
         ({"tree_mask": lens.new_ones(13)}, "total_seq_lens: expected no tree_mask"),
-        ({"kv_indptr": lens.new_zeros(3)}, "total_seq_lens: expected no kv_indptr"),
     ):
         with raises(re.escape(message)):
             case.with_options(**options).run()
+
+
+def test_page_lists_are_refused(device):
+    case = shard_case(device, BF16, [40, 90], [5, 8])
+    query, key_cache, value_cache = case.tensors()[:3]
+    indptr = torch.zeros(3, dtype=torch.int32, device=device)
+    with raises("total_seq_lens: expected no kv_indptr"):
+        vllm_kernels.paged_attention(
+            query, key_cache, value_cache, kv_indptr=indptr, kv_indices=indptr[:0],
+            last_page_len=indptr[:2], **case.options,
+        )  # fmt: skip
 
 
 def test_totals_must_fit_the_shard():
@@ -160,7 +170,7 @@ def test_totals_must_fit_the_shard():
     for totals, message in (
         ([4, 90], "total_seq_lens[0] = 4: expected at least its 5 query tokens"),
         ([40, -1], "total_seq_lens[1] = -1: expected a length in [0, 2147483648)"),
-        ([44, 90], "total_seq_lens[0] = 44: expected a length that leaves this shard seq_lens "
+        ([45, 90], "total_seq_lens[0] = 45: expected a length that leaves this shard seq_lens "
                    "tokens, in [40, 45)"),
     ):  # fmt: skip
         with raises(re.escape(message)):
