@@ -123,33 +123,6 @@ def test_gather_int4(device, dtype, batch_name, layout, size, block):
     check_kv(batch, caches, rows_for(batch, 2, size, dtype, device), layout, (*scales,), (*zeros,))
 
 
-<<<<<<< HEAD
-def test_bad_input_of_gathered_int4():
-    batch = Batch("cpu", [20])
-    rows = rows_for(batch, 2, 64, torch.float32, "cpu")
-    caches = paged(batch, "NHD", torch.uint8, "cpu", size=32)
-    of_tokens = torch.ones(4, batch.num_blocks, 2, 16)
-    good = dict(zip(("k_scale", "v_scale", "k_zero", "v_zero"), of_tokens))
-    narrow = [rows[0][..., :48], rows[1][..., :48]]
-    cases = [
-        (rows, caches, {"v_zero": None}, "k_zero: expected all of k_scale, v_scale, k_zero and v_"),
-        (rows, caches, {"k_scale": None}, "k_zero: expected all of k_scale, v_scale, k_zero and v"),
-        (rows, caches, {"k_zero": None, "v_zero": None}, "key_cache: expected .* got uint8"),
-        (rows, caches, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)},
-         r"k_scale: expected 3 dimensions, got shape \[1\]"),
-        (rows, caches, {"v_zero": of_tokens[3, :1]}, "v_zero: expected shape"),
-        (rows, [x.view(torch.int8) for x in caches], {}, "key_cache: expected uint8, got int8"),
-        (narrow, caches, {}, "key: expected a head_size of 32 to 256 in steps of 32 for an int"),
-    ]  # fmt: skip
-    for to, pages, changes, message in cases:
-        with raises("^gather_paged_kv: " + message):
-            vllm_kernels.gather_paged_kv(
-                *to, *pages, batch.table, batch.cu, layout="NHD", **good | changes
-            )
-
-
-=======
->>>>>>> main
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reads_what_the_writers_wrote(device, dtype, layout):
     """reshape_and_cache_per_token_quant, then gather_paged_kv: the error of the rounding alone."""
