@@ -24,9 +24,6 @@ struct IndexBounds {
   int64_t max_increase = -1;
   // Lengths, if not null, [n + 1]: one that is not 0 must not be less than its row's query tokens.
   const int32_t* query_start_loc = nullptr;
-  // Lengths of sequences, if not null, [n]: a shard must have that many tokens of its sequence.
-  const int32_t* shard_lens = nullptr;
-  Stripe stripe = {};
   // float32: the bounds are those of the bits. Bits of finite numbers > 0 are in [1,
   // kInfinityBits).
   bool is_scale = false;
@@ -44,15 +41,6 @@ struct IndexBounds {
     if (query_start_loc == nullptr || length <= 0 || length >= high) return bounds;
     const int64_t queries = int64_t{query_start_loc[row + 1]} - query_start_loc[row];
     if (queries > low) bounds.low = queries;
-    return bounds;
-  }
-  VLLM_KERNELS_HOST_DEVICE IndexBounds for_shard(int64_t row) const {
-    IndexBounds bounds = *this;
-    if (shard_lens == nullptr) return bounds;
-    const int64_t stored = shard_lens[row];
-    if (stored > 0) bounds.low = stripe.position_of(stored - 1) + 1;
-    const int64_t next = stripe.position_of(stored);
-    if (next < high) bounds.high = next + 1;
     return bounds;
   }
 };
@@ -88,6 +76,11 @@ struct IndexCheckParams {
   const int32_t* cumulative_lengths = nullptr;  // [rows + 1], or null
   const int32_t* row_starts = nullptr;          // [rows], or null: 0
 
+  // With shard_lens, [rows], the values are lengths of sequences, of which the stripe's shard must
+  // have at least so many tokens.
+  const int32_t* shard_lens = nullptr;
+  Stripe stripe = {};
+
   // Of the tensor, for the message.
   VLLM_KERNELS_HOST_DEVICE int64_t row_of_tensor(int64_t row) const {
     return one_dimensional && row_stride == 0 ? 0 : row;
@@ -96,7 +89,11 @@ struct IndexCheckParams {
   // The bounds of an element. `previous` is the one before it; unused in row 0.
   VLLM_KERNELS_HOST_DEVICE IndexBounds bounds_of(int64_t row, int64_t value,
                                                  int64_t previous) const {
-    return (row > 0 ? bounds.after(previous) : bounds).for_length(row, value).for_shard(row);
+    IndexBounds of_row = (row > 0 ? bounds.after(previous) : bounds).for_length(row, value);
+    if (shard_lens == nullptr) return of_row;
+    const int64_t stored = shard_lens[row];
+    if (stored > 0) of_row.low = stripe.position_of(stored - 1) + 1;
+    return of_row;
   }
 
   VLLM_KERNELS_HOST_DEVICE ColumnRange used_columns(int64_t row) const {

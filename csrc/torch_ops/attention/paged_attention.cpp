@@ -51,27 +51,15 @@ Stripe read_stripe(Expect& expect, const PagedAttentionParams& params, const Ten
   const Argument lens =
       expect.tensor("total_seq_lens", total_seq_lens).int32().shape({&num_seqs}).contiguous();
   expect.that(!params.tree_mask.any(), "total_seq_lens: expected no tree_mask");
+  check_index(expect, lens,
+              {.noun = "a length",
+               .high = int64_t{std::numeric_limits<int32_t>::max()} + 1,
+               .query_start_loc = params.window_right == 0 ? params.query_start_loc : nullptr});
   read.add(lens);
   return {.total_lens = lens.as<const int32_t>(),
           .others = others,
           .shard = number("shard", shard, 0, shards - 1),
           .shift = std::countr_zero(period)};
-}
-
-// Checks the lengths of whole sequences against their query tokens, and against seq_lens.
-void check_total_lens(Expect& expect, const PagedAttentionParams& params,
-                      const Tensor& total_seq_lens) {
-  const Argument lens = expect.tensor("total_seq_lens", total_seq_lens);
-  constexpr int64_t kEnd = int64_t{std::numeric_limits<int32_t>::max()} + 1;
-  check_index(expect, lens,
-              {.noun = "a length",
-               .high = kEnd,
-               .query_start_loc = params.window_right == 0 ? params.query_start_loc : nullptr});
-  check_index(expect, lens,
-              {.noun = "a length that leaves this shard seq_lens tokens,",
-               .high = kEnd,
-               .shard_lens = params.seq_lens,
-               .stripe = params.stripe});
 }
 
 // Whether the bytes of a uint8 cache are int4, which the caller says with zeros.
@@ -138,7 +126,10 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                           queries.num_seqs, read);
   } else {
     read_pages(expect, params, block_tables, seq_lens, queries.num_seqs, read);
-    if (total_seq_lens) check_total_lens(expect, params, *total_seq_lens);
+    if (total_seq_lens) {
+      check_total_lens(expect, expect.tensor("total_seq_lens", *total_seq_lens), params.stripe,
+                       params.seq_lens);
+    }
   }
   read.add(queries.query, k, v);
   expect.apart(written, read);

@@ -48,7 +48,7 @@ template <typename Int>
 void scan_as(const IndexCheckParams& p) {
   IndexBounds bounds = p.bounds;
   const bool varies =
-      bounds.max_increase >= 0 || bounds.query_start_loc != nullptr || bounds.shard_lens != nullptr;
+      bounds.max_increase >= 0 || bounds.query_start_loc != nullptr || p.shard_lens != nullptr;
   for (int64_t row = 0; row < p.rows; ++row) {
     const Int* values = static_cast<const Int*>(p.values) + row * p.row_stride;
     if (varies) bounds = p.bounds_of(row, values[0], row > 0 ? values[-p.row_stride] : 0);
@@ -109,6 +109,24 @@ void check_page_ids(const Expect& expect, const Argument& ids, const Argument& i
         .cumulative_lengths = starts,
         .row_starts = starts},
        ids);
+}
+
+void check_total_lens(const Expect& expect, const Argument& lens, const Stripe& stripe,
+                      const int32_t* shard_lens) {
+  if (lens.data() == nullptr) return;
+  scan({.op = expect.op(),
+        .argument = lens.name(),
+        .bounds = {.noun = "a length that has the seq_lens tokens of this shard,",
+                   .high = int64_t{INT32_MAX} + 1},
+        .values = lens.data(),
+        .is_int64 = false,
+        .one_dimensional = true,
+        .rows = lens.numel(),
+        .columns = 1,
+        .row_stride = 1,
+        .shard_lens = shard_lens,
+        .stripe = stripe},
+       lens);
 }
 
 void check_scale(const Expect& expect, const Argument& scale) {

@@ -33,6 +33,10 @@ struct UsedColumns {
 void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
                  const UsedColumns& used = {});
 
+// The same for lengths of sequences, int32, of which a shard has at least shard_lens tokens.
+void check_total_lens(const Expect& expect, const Argument& lens, const Stripe& stripe,
+                      const int32_t* shard_lens);
+
 // The same for a contiguous float32 tensor of any shape: finite numbers > 0.
 //   reshape_and_cache: k_scale[0] = nan: expected a finite number > 0
 void check_scale(const Expect& expect, const Argument& scale);
