@@ -149,9 +149,12 @@ class Schedule:
             running.append(self.waiting[instance].popleft())
 
     def _take_blocks(self, instance: int, plan: Plan) -> bool:
-        """Chooses the next tokens: one of each decoding sequence, then chunks of prompts. Returns
-        whether there are blocks for them."""
-        order = sorted(self.running[instance], key=lambda s: (s.length - s.computed > 1, s.id))
+        """Chooses the next tokens: one of each decoding sequence, then chunks of prompts. A
+        sequence with lent blocks has row 0. Returns whether there are blocks for all."""
+        order = sorted(
+            self.running[instance],
+            key=lambda s: (s.length - s.computed > 1, s.id not in self.ledger, s.id),
+        )
         plan.rows, budget = [], self.budget
         for sequence in order:
             count = min(sequence.length - sequence.computed, budget)
@@ -172,7 +175,8 @@ class Schedule:
         sequences have room to their ends. Returns False if the lender has too few for it."""
         manager, running = self.managers[BORROWER], self.running[BORROWER]
         longest = max(running, key=lambda sequence: sequence.length)
-        if longest.id in self.ledger or longest.length - longest.computed > 1:
+        has_loan = any(sequence.id in self.ledger for sequence in running)
+        if has_loan or longest.length - longest.computed > 1:
             return False
         others = sum(blocks_of(s.end) for s in running if s is not longest)
         kept = max(manager.num_blocks - others, 1)
@@ -275,4 +279,4 @@ class Model:
         self.norm = ones
         exponents = torch.arange(0, sizes.head_size, 2, device=device) / sizes.head_size
         angles = torch.arange(max_length, device=device)[:, None] / 1e6**exponents
-        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(dtype)
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
