@@ -17,6 +17,9 @@ plans both instances, and so both know what the other one does without a message
 step n together only if it has a loan. Tokens are greedy and stay on the device. They must equal
 those of room in float32. In bfloat16 another batch rounds in another way, and the rows say how many
 are equal.
+
+`done` is when an instance has its last token. `mean` is when a sequence of instance 0 has its last
+one, on average, and `pause` is the longest wait of one for its next token. Medians of rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +47,11 @@ from benchmarks.harness import machine
 from benchmarks.lending import (
     BLOCK,
     BORROWER,
+    LARGE,
     LENDER,
+    SMALL,
     TINY,
+    Clock,
     Loan,
     Model,
     Plan,
@@ -61,20 +67,6 @@ from vllm_kernels.kv_cache.tensors import KVCache, KVShape
 
 MODES = ("room", "lend", "recompute", "swap")
 EPSILON = 1e-6
-
-
-class Defaults(NamedTuple):
-    long: int
-    short: int
-    shorts: int
-    tokens: int
-    budget: int
-    share: float
-    rounds: int
-
-
-SMALL = Defaults(long=200, short=24, shorts=5, tokens=64, budget=64, share=0.1, rounds=0)
-LARGE = Defaults(long=16384, short=512, shorts=16, tokens=512, budget=2048, share=0.4, rounds=3)
 
 
 # --- a rank
@@ -325,6 +317,8 @@ class Row:
     wall: float  # until both instances are done
     tokens_per_second: float
     done: list[float]  # of each instance, in seconds
+    pause: float  # the longest one between two tokens of a sequence of instance 0
+    mean_done: float  # of the sequences of instance 0
     preemptions: int
     lent_blocks: int
     equal_sequences: int = 0
@@ -338,25 +332,26 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def run_mode(rank: Rank, schedule: Schedule) -> list[float]:
-    """Runs the trace. Returns the seconds of each instance."""
+def run_mode(rank: Rank, schedule: Schedule, sequences: list[Sequence]) -> list[Any]:
+    """Runs the trace. Returns of each rank: its seconds, and the latency of its sequences."""
     mine, done = rank.rank, 0.0
     rank.batch.buffers.invalidate()  # they are of another mode's manager
     synchronize(rank.device)
     dist.barrier()
-    begin = time.perf_counter()
+    begin, clock = time.perf_counter(), Clock(rank.device)
     while not (schedule.is_done(BORROWER) and schedule.is_done(LENDER)):
         plans, loan = schedule.step()
         if schedule.moved:
             rank.link.move(*schedule.moved)
         rank.run(plans[mine], schedule.managers[mine], loan)
+        clock.mark()
         schedule.advance(plans)
         if schedule.is_done(mine) and not done:
             synchronize(rank.device)
             done = time.perf_counter() - begin
     synchronize(rank.device)
     schedule.check_end()
-    return gathered(done)
+    return gathered((done, clock.latency(sequences)))
 
 
 def gathered(value: Any) -> list[Any]:
@@ -401,11 +396,15 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[Row]:
     expected: list[list[int]] = []
     for turn in range(arguments.rounds + 1):  # turn 0 warms up
         for mode in MODES:
-            schedule = Schedule(mode, make_trace(*shape), blocks[mode], arguments.budget)
-            done = run_mode(rank, schedule)
+            new = make_trace(*shape)
+            schedule = Schedule(mode, new, blocks[mode], arguments.budget)
+            times = run_mode(rank, schedule, new[rank.rank])
             tokens = generated(rank, trace[rank.rank])
             expected = expected or tokens
-            row = Row(mode, max(done), total / max(done), done, schedule.preemptions, schedule.lent)
+            done = [seconds for seconds, _ in times]
+            pause, mean_done = times[BORROWER][1]
+            counts = schedule.preemptions, schedule.lent
+            row = Row(mode, max(done), total / max(done), done, pause, mean_done, *counts)
             compare(row, expected, tokens)
             if turn or not arguments.rounds:
                 runs[mode].append(row)
@@ -415,21 +414,23 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[Row]:
 def summary(rows: list[Row]) -> Row:
     """Median times, and the fewest equal tokens."""
     row = min(rows, key=lambda row: row.equal_tokens)
-    row.wall = median(each.wall for each in rows)
-    row.tokens_per_second = median(each.tokens_per_second for each in rows)
+    for name in ("wall", "tokens_per_second", "pause", "mean_done"):
+        setattr(row, name, median(getattr(each, name) for each in rows))
     row.done = [median(times) for times in zip(*(each.done for each in rows))]
     return row
 
 
 def report(arguments: argparse.Namespace, rows: list[Row], device: str) -> None:
-    print(f"{'mode':10} wall s  tokens/s  0 done s  1 done s  preempted  lent  equal to room")
+    heads = "wall s", "tokens/s", "0 done s", "1 done s", "0 mean s", "0 pause s"
+    titles = [f"{head:>9}" for head in (*heads, "preempted", "lent")]
+    print(f"{'mode':10}", *titles, "equal to room")
     for row in rows:
+        times = row.wall, row.tokens_per_second, *row.done, row.mean_done, row.pause
         print(
-            f"{row.mode:10} {row.wall:6.2f} {row.tokens_per_second:9.1f} {row.done[0]:9.2f} "
-            f"{row.done[1]:9.2f} {row.preemptions:10} {row.lent_blocks:5}  "
-            f"{row.equal_sequences} of {row.sequences} sequences, "
-            f"{row.equal_tokens} of {row.tokens} tokens"
-        )
+            f"{row.mode:10}", *(f"{time:9.3f}" for time in times),
+            f"{row.preemptions:9} {row.lent_blocks:9} {row.equal_sequences} of {row.sequences}"
+            f" sequences, {row.equal_tokens} of {row.tokens} tokens",
+        )  # fmt: skip
     if arguments.json:
         record = {
             "machine": machine(device),
