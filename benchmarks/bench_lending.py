@@ -1,7 +1,7 @@
 """Two engines, one of which runs out of cache blocks: it borrows, recomputes or swaps.
 
-    torchrun --nproc-per-node 2 -m benchmarks.bench_lending [--device cuda] [--smoke] [--rounds 3]
-                                                            [--json lending.json]
+    torchrun --nproc-per-node 2 -m benchmarks.bench_lending [--device cuda] [--smoke] [--eager]
+                                                            [--rounds 3] [--json FILE]
 
 Each rank is an instance with the whole model, a paged cache and sequences of its own. Instance 0
 has a long sequence and short ones. Together they outgrow its blocks while they decode. Instance 1
@@ -17,6 +17,9 @@ plans both instances, and so both know what the other one does without a message
 step n together only if it has a loan. Tokens are greedy and stay on the device. They must equal
 those of room in float32. In bfloat16 another batch rounds in another way, and the rows say how many
 are equal.
+
+`done` is when an instance has its last token. `mean` is when a sequence of instance 0 has its last
+one, on average, and `pause` is the longest wait of one for its next token. Medians of rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +47,11 @@ from benchmarks.harness import machine
 from benchmarks.lending import (
     BLOCK,
     BORROWER,
+    LARGE,
     LENDER,
+    SMALL,
     TINY,
+    Clock,
     Loan,
     Model,
     Plan,
@@ -63,50 +69,61 @@ MODES = ("room", "lend", "recompute", "swap")
 EPSILON = 1e-6
 
 
-class Defaults(NamedTuple):
-    long: int
-    short: int
-    shorts: int
-    tokens: int
-    budget: int
-    share: float
-    rounds: int
-
-
-SMALL = Defaults(long=200, short=24, shorts=5, tokens=64, budget=64, share=0.1, rounds=0)
-LARGE = Defaults(long=16384, short=512, shorts=16, tokens=512, budget=2048, share=0.4, rounds=3)
-
-
 # --- a rank
 
 
 class Batch:
     """A step's integers on the device: two copies from the host, and views of them.
 
-    A step that only decodes is padded to ``max_rows`` rows, so that its products have one shape.
+    A step that only decodes is padded to ``max_rows`` rows, and its tensors are static. So one CUDA
+    graph serves all steps with the same ``key``.
     """
 
     def __init__(self, max_rows: int, columns: int, budget: int, device: torch.device) -> None:
         self.device, self.max_rows = device, max_rows
         self.buffers = BatchBuffers.zeros(max_rows, columns, max(budget, max_rows))
         self.loan_table = torch.zeros(columns, dtype=torch.int32)
+        self.static: dict[tuple[tuple[bool, bool], torch.dtype], Tensor] = {}
 
     def fill(
         self, manager: KVCacheManager, plan: Plan, loan: Loan | None, first: int, stride: int
     ) -> None:
         """``first``: the id of row 0 of the tokens; ``stride``: tokens of a row."""
         rows, host = plan.rows, self.buffers
-        counts = [1 if loan and s is loan.sequence else count for s, count in rows]
+        counts = [count for _, count in rows]
         manager.build([sequence.id for sequence, _ in rows], counts, host)
-        if rows and loan and rows[0][0] is loan.sequence:  # its new token is not at home
-            host.positions[0], host.slot_mapping[0] = loan.sequence.length - 1, -1
+        self.has_rows, self.has_loan = bool(rows), loan is not None
         self.max_query = max(counts, default=1)
-        num = self.max_rows if self.max_query == 1 else len(rows)
-        size = num if self.max_query == 1 else sum(counts)
-        # Padded rows read and write a row of tokens that no sequence has.
+        self.key = (self.has_rows, self.has_loan) if self.max_query == 1 else None
+        num = self.max_rows if self.key else len(rows)
+        size = num if self.key else sum(counts)
+        positions, slots = host.positions[:size].clone(), host.slot_mapping[:size].clone()
+        longs = [positions, slots, *self._indices(rows, size, num, first, stride)]
+        ints = [host.query_start_loc[: num + 1], host.seq_lens[:num]]
+        ints.append(host.block_tables[:num].flatten())
+        if loan:
+            if rows and rows[0][0] is loan.sequence:  # its new token is not at home
+                positions[0], slots[0] = loan.sequence.length - 1, -1
+            self.loan_table[: len(loan.blocks)] = torch.from_numpy(loan.blocks)
+            longs.append(torch.tensor([loan.sequence.length - 1, loan.slot]))
+            ints += [torch.tensor([loan.tokens], dtype=torch.int32), self.loan_table]
+        self.positions, self.slots, self.source, self.last, self.target, *lent = self._upload(longs)
+        self.starts, self.lens, tables, *lent_ints = self._upload(ints)
+        self.tables = tables.view(num, -1)
+        if loan:
+            self.loan_position, self.loan_slot = lent[0].split(1)
+            self.loan_lens, self.loan_tables = lent_ints[0], lent_ints[1][None]
+
+    def _indices(
+        self, rows: list[tuple[Sequence, int]], size: int, num: int, first: int, stride: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Where each token is read, which one is the last of a row, and where the next one goes.
+
+        Padded rows read and write a row of tokens that no sequence has.
+        """
         nowhere = self.max_rows * stride
-        source = torch.full((size,), nowhere)
-        last, target = torch.zeros(num, dtype=torch.int64), torch.full((num,), nowhere)
+        source, target = torch.full((size,), nowhere), torch.full((num,), nowhere)
+        last = torch.zeros(num, dtype=torch.int64)
         begin = 0
         for row, (sequence, count) in enumerate(rows):
             start = (sequence.id - first) * stride + sequence.computed
@@ -115,26 +132,20 @@ class Batch:
             last[row] = begin - 1
             if sequence.computed + count == sequence.length:
                 target[row] = start + count
-        longs = [source, host.positions[:size], host.slot_mapping[:size], last, target]
-        tables = host.block_tables[:num].flatten()
-        ints = [host.query_start_loc[: num + 1], host.seq_lens[:num], tables]
-        if loan:
-            self.loan_table[: len(loan.blocks)] = torch.from_numpy(loan.blocks)
-            longs.append(torch.tensor([loan.sequence.length - 1, loan.slot]))
-            ints += [torch.tensor([loan.tokens], dtype=torch.int32), self.loan_table]
-        views = self._upload(longs)
-        self.source, self.positions, self.slots, self.last, self.target = views[:5]
-        self.starts, self.lens, flat, *lent = self._upload(ints)
-        self.tables = flat.view(num, -1)
-        if loan:
-            self.loan_position, self.loan_slot = views[5].split(1)
-            self.loan_lens, self.loan_tables = lent[0], lent[1][None]
+        return source, last, target
 
     def _upload(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         together = torch.cat(tensors)
         if self.device.type == "cuda":
-            together = together.pin_memory().to(self.device, non_blocking=True)
-        return together.split([len(tensor) for tensor in tensors])
+            together = together.pin_memory()  # so that the host does not wait for the copy
+        if self.key:
+            name = self.key, together.dtype
+            if name not in self.static:
+                self.static[name] = torch.empty_like(together, device=self.device)
+            on_device = self.static[name].copy_(together, non_blocking=True)
+        else:
+            on_device = together.to(self.device, non_blocking=True)
+        return on_device.split([len(tensor) for tensor in tensors])
 
 
 class Link:
@@ -185,7 +196,8 @@ class Link:
     def move(self, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
         """Copies whole blocks of all layers from the borrower to the lender."""
         caches = [*self.cache.key_caches, *self.cache.value_caches]
-        blocks = torch.from_numpy(source if self.rank == BORROWER else target).to(caches[0].device)
+        blocks = torch.from_numpy(source if self.rank == BORROWER else target).long()
+        blocks = blocks.to(caches[0].device)
         contents = torch.stack([cache[blocks] for cache in caches])
         self._broadcast(contents, BORROWER)
         self.wait()
@@ -221,29 +233,48 @@ class Rank:
         generator = torch.Generator().manual_seed(1 + self.rank)
         prompts = torch.randint(sizes.vocabulary, (self.num + 1, self.stride), generator=generator)
         self.tokens = prompts.to(self.device)
+        self.graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph | None] = {}
+        self.use_graphs = False
 
     def run(self, plan: Plan, manager: KVCacheManager, loan: Loan | None) -> None:
         """A step. The lender of a loan serves it, even without rows of its own."""
         for is_out, pairs in plan.swaps:
             (self.cache.swap_out if is_out else self.cache.swap_in)(pairs)
-        if not (plan.rows or loan):
-            return
-        self.batch.fill(manager, plan, loan, self.first, self.stride)
-        if plan.rows:
-            self.forward(self.batch, loan is not None)
+        if plan.rows or loan:
+            self.batch.fill(manager, plan, loan, self.first, self.stride)
+            self.launch(self.batch.key)
+
+    def launch(self, key: tuple[bool, bool] | None) -> None:
+        """Runs the batch. From the third step with a key on, a CUDA graph does it."""
+        if not (self.use_graphs and key):
+            self.compute()
+        elif key not in self.graphs:
+            self.graphs[key] = None  # this step connects NCCL, and the next one is captured
+            self.compute()
+        else:
+            graph = self.graphs[key]
+            if graph is None:
+                graph = self.graphs[key] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self.compute()
+            graph.replay()
+
+    def compute(self) -> None:
+        if self.batch.has_rows:
+            self.forward(self.batch)
         else:
             for layer in range(self.model.sizes.layers):
                 self.link.serve(layer, self.batch)
         self.link.wait()
 
-    def forward(self, batch: Batch, has_loan: bool) -> None:
+    def forward(self, batch: Batch) -> None:
         """Computes the batch's tokens, and writes each sequence's next one behind them."""
         flat = self.tokens.view(-1)
         x = embedding(flat[batch.source], self.model.embeddings)
         residual = torch.zeros_like(x)
         for layer, w in enumerate(self.model.layers):
             vk.fused_add_rms_norm(x, residual, w["norm_1"], EPSILON)
-            x = linear(self.attend(layer, x, batch, has_loan).flatten(1), w["out"])
+            x = linear(self.attend(layer, x, batch).flatten(1), w["out"])
             vk.fused_add_rms_norm(x, residual, w["norm_2"], EPSILON)
             gate_up = linear(x, w["gate_up"])
             activated = gate_up.new_empty(len(x), gate_up.shape[1] // 2)
@@ -253,12 +284,12 @@ class Rank:
         vk.fused_add_rms_norm(x, residual, self.model.norm, EPSILON)
         flat[batch.target] = linear(x, self.model.embeddings).argmax(-1)
 
-    def attend(self, layer: int, x: Tensor, batch: Batch, has_loan: bool) -> Tensor:
-        w, asks = self.model.layers[layer], has_loan and self.rank == BORROWER
+    def attend(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
+        w, asks = self.model.layers[layer], batch.has_loan and self.rank == BORROWER
         qkv = linear(x, w["qkv"]).unflatten(1, (-1, self.model.sizes.head_size))
         if asks:
-            self.link.ask(qkv[0])  # decoding rows are first, and the loan's is the first of them
-        elif has_loan:
+            self.link.ask(qkv[0])
+        elif batch.has_loan:
             self.link.serve(layer, batch)
         query, key, value = qkv.split(self.model.heads, 1)
         self.cache.rope_and_write(
@@ -286,6 +317,8 @@ class Row:
     wall: float  # until both instances are done
     tokens_per_second: float
     done: list[float]  # of each instance, in seconds
+    pause: float  # the longest one between two tokens of a sequence of instance 0
+    mean_done: float  # of the sequences of instance 0
     preemptions: int
     lent_blocks: int
     equal_sequences: int = 0
@@ -299,24 +332,26 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def run_mode(rank: Rank, schedule: Schedule) -> list[float]:
-    """Runs the trace. Returns the seconds of each instance."""
+def run_mode(rank: Rank, schedule: Schedule, sequences: list[Sequence]) -> list[Any]:
+    """Runs the trace. Returns of each rank: its seconds, and the latency of its sequences."""
     mine, done = rank.rank, 0.0
+    rank.batch.buffers.invalidate()  # they are of another mode's manager
     synchronize(rank.device)
     dist.barrier()
-    begin = time.perf_counter()
+    begin, clock = time.perf_counter(), Clock(rank.device)
     while not (schedule.is_done(BORROWER) and schedule.is_done(LENDER)):
         plans, loan = schedule.step()
         if schedule.moved:
             rank.link.move(*schedule.moved)
         rank.run(plans[mine], schedule.managers[mine], loan)
+        clock.mark()
         schedule.advance(plans)
         if schedule.is_done(mine) and not done:
             synchronize(rank.device)
             done = time.perf_counter() - begin
     synchronize(rank.device)
     schedule.check_end()
-    return [seconds for seconds in gathered(done)]
+    return gathered((done, clock.latency(sequences)))
 
 
 def gathered(value: Any) -> list[Any]:
@@ -355,16 +390,21 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[Row]:
     dtype = getattr(torch, arguments.dtype)
     model = Model(TINY if arguments.smoke else Sizes(), dtype, device, length)
     rank = Rank(model, trace, blocks["room"], arguments.budget)
+    rank.use_graphs = device.type == "cuda" and not arguments.eager
     total = sum(sequence.end - sequence.prompt for sequences in trace for sequence in sequences)
     runs: dict[str, list[Row]] = {mode: [] for mode in MODES}
     expected: list[list[int]] = []
     for turn in range(arguments.rounds + 1):  # turn 0 warms up
         for mode in MODES:
-            schedule = Schedule(mode, make_trace(*shape), blocks[mode], arguments.budget)
-            done = run_mode(rank, schedule)
+            new = make_trace(*shape)
+            schedule = Schedule(mode, new, blocks[mode], arguments.budget)
+            times = run_mode(rank, schedule, new[rank.rank])
             tokens = generated(rank, trace[rank.rank])
             expected = expected or tokens
-            row = Row(mode, max(done), total / max(done), done, schedule.preemptions, schedule.lent)
+            done = [seconds for seconds, _ in times]
+            pause, mean_done = times[BORROWER][1]
+            counts = schedule.preemptions, schedule.lent
+            row = Row(mode, max(done), total / max(done), done, pause, mean_done, *counts)
             compare(row, expected, tokens)
             if turn or not arguments.rounds:
                 runs[mode].append(row)
@@ -374,21 +414,23 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[Row]:
 def summary(rows: list[Row]) -> Row:
     """Median times, and the fewest equal tokens."""
     row = min(rows, key=lambda row: row.equal_tokens)
-    row.wall = median(each.wall for each in rows)
-    row.tokens_per_second = median(each.tokens_per_second for each in rows)
+    for name in ("wall", "tokens_per_second", "pause", "mean_done"):
+        setattr(row, name, median(getattr(each, name) for each in rows))
     row.done = [median(times) for times in zip(*(each.done for each in rows))]
     return row
 
 
 def report(arguments: argparse.Namespace, rows: list[Row], device: str) -> None:
-    print(f"{'mode':10} wall s  tokens/s  0 done s  1 done s  preempted  lent  equal to room")
+    heads = "wall s", "tokens/s", "0 done s", "1 done s", "0 mean s", "0 pause s"
+    titles = [f"{head:>9}" for head in (*heads, "preempted", "lent")]
+    print(f"{'mode':10}", *titles, "equal to room")
     for row in rows:
+        times = row.wall, row.tokens_per_second, *row.done, row.mean_done, row.pause
         print(
-            f"{row.mode:10} {row.wall:6.2f} {row.tokens_per_second:9.1f} {row.done[0]:9.2f} "
-            f"{row.done[1]:9.2f} {row.preemptions:10} {row.lent_blocks:5}  "
-            f"{row.equal_sequences} of {row.sequences} sequences, "
-            f"{row.equal_tokens} of {row.tokens} tokens"
-        )
+            f"{row.mode:10}", *(f"{time:9.3f}" for time in times),
+            f"{row.preemptions:9} {row.lent_blocks:9} {row.equal_sequences} of {row.sequences}"
+            f" sequences, {row.equal_tokens} of {row.tokens} tokens",
+        )  # fmt: skip
     if arguments.json:
         record = {
             "machine": machine(device),
@@ -411,6 +453,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, help="tokens of a step")
     parser.add_argument("--share", type=float, help="of output that has blocks")
     parser.add_argument("--rounds", type=int, help="after one that warms up; 0: only that one")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs of decoding steps")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     arguments.smoke |= arguments.device == "cpu"
@@ -432,6 +475,7 @@ def main() -> int:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # ranks may capture in different steps
         dist.init_process_group("nccl", device_id=device)
     else:
         torch.set_num_threads(1)

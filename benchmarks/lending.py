@@ -5,8 +5,10 @@ The schedule depends on lengths alone, so all ranks have the same one.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,23 @@ class Sequence:
     end: int
     length: int = 0  # tokens that exist
     computed: int = 0  # tokens with keys and values
+    steps: list[int] = field(default_factory=list)  # that gave it a token
+
+
+class Defaults(NamedTuple):
+    """Options of the command line that are not given."""
+
+    long: int
+    short: int
+    shorts: int
+    tokens: int
+    budget: int
+    share: float
+    rounds: int
+
+
+SMALL = Defaults(long=200, short=24, shorts=5, tokens=64, budget=64, share=0.1, rounds=0)
+LARGE = Defaults(long=16384, short=512, shorts=16, tokens=512, budget=2048, share=0.1, rounds=3)
 
 
 def blocks_of(tokens: int) -> int:
@@ -91,7 +110,7 @@ class Schedule:
         self.ledger = Ledger(self.managers)
         self.waiting = [deque(sequences) for sequences in trace]
         self.running: list[list[Sequence]] = [[] for _ in trace]
-        self.preemptions = self.lent = 0
+        self.preemptions = self.lent = self.num_steps = 0
         self.moved: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None
 
     def is_done(self, instance: int) -> bool:
@@ -111,9 +130,11 @@ class Schedule:
                 sequence.computed += count
                 if sequence.computed == sequence.length:
                     sequence.length += 1
+                    sequence.steps.append(self.num_steps)
                 if sequence.length == sequence.end:
                     self._release(instance, sequence)
                     self.running[instance].remove(sequence)
+        self.num_steps += 1
 
     def _missing(self, instance: int) -> int:
         """Blocks that the instance's sequences still need to the end."""
@@ -149,9 +170,12 @@ class Schedule:
             running.append(self.waiting[instance].popleft())
 
     def _take_blocks(self, instance: int, plan: Plan) -> bool:
-        """Chooses the next tokens: one of each decoding sequence, then chunks of prompts. Returns
-        whether there are blocks for them."""
-        order = sorted(self.running[instance], key=lambda s: (s.length - s.computed > 1, s.id))
+        """Chooses the next tokens: one of each decoding sequence, then chunks of prompts. A
+        sequence with lent blocks has row 0. Returns whether there are blocks for all."""
+        order = sorted(
+            self.running[instance],
+            key=lambda s: (s.length - s.computed > 1, s.id not in self.ledger, s.id),
+        )
         plan.rows, budget = [], self.budget
         for sequence in order:
             count = min(sequence.length - sequence.computed, budget)
@@ -172,7 +196,8 @@ class Schedule:
         sequences have room to their ends. Returns False if the lender has too few for it."""
         manager, running = self.managers[BORROWER], self.running[BORROWER]
         longest = max(running, key=lambda sequence: sequence.length)
-        if longest.id in self.ledger or longest.length - longest.computed > 1:
+        has_loan = any(sequence.id in self.ledger for sequence in running)
+        if has_loan or longest.length - longest.computed > 1:
             return False
         others = sum(blocks_of(s.end) for s in running if s is not longest)
         kept = max(manager.num_blocks - others, 1)
@@ -222,6 +247,36 @@ class Schedule:
         self.ledger.check_integrity()
         assert self.ledger.owed(BORROWER, LENDER) == 0
         assert all(manager.num_free_blocks == manager.num_blocks for manager in self.managers)
+
+
+class Clock:
+    """When the steps of a rank ended, without a wait for each of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if self.on_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of the steps, after the device is synchronized."""
+        first, *others = self.marks
+        if self.on_cuda:
+            return [first.elapsed_time(event) * 1e-3 for event in others]
+        return [mark - first for mark in others]
+
+    def latency(self, sequences: list[Sequence]) -> tuple[float, float]:
+        """The longest pause between two tokens, and the mean seconds to a sequence's end."""
+        seconds = np.array(self.seconds())
+        pause = max(float(np.diff(seconds[sequence.steps]).max()) for sequence in sequences)
+        return pause, float(np.mean([seconds[sequence.steps[-1]] for sequence in sequences]))
 
 
 # --- the model
@@ -275,4 +330,4 @@ class Model:
         self.norm = ones
         exponents = torch.arange(0, sizes.head_size, 2, device=device) / sizes.head_size
         angles = torch.arange(max_length, device=device)[:, None] / 1e6**exponents
-        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(dtype)
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
