@@ -28,7 +28,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import vllm_kernels
-from benchmarks.bench_engine_h200 import LLAMA_3_8B, SMOKE, make_model
+from benchmarks.bench_engine_h200 import LLAMA_3_8B, SMOKE, is_decoding, make_model
 from benchmarks.harness import machine
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.request import SamplingParams
@@ -86,15 +86,17 @@ def graph_ms(call: Callable[[], object]) -> float | None:
 
 def decode_step(model: PreTrainedModel, batch: int, context: int) -> dict[str, float | None]:
     """Times of a step in ms."""
-    blocks = batch * (-(-(context + 2 * STEPS) // 16) + 1) + 16
+    blocks = batch * (-(-(context + 3 * STEPS) // 16) + 1) + 16
     with Engine(
-        model, max_batch_size=batch, max_batch_tokens=4096, max_length=context + 2 * STEPS,
+        model, max_batch_size=batch, max_batch_tokens=4096, max_length=context + 3 * STEPS,
         num_blocks=blocks, prefix_caching=False,
     ) as engine:  # fmt: skip
-        params = SamplingParams(max_tokens=STEPS + 40, ignore_eos=True)
+        params = SamplingParams(max_tokens=STEPS + 90, ignore_eos=True)
         for prompt in prompts_of(model, batch, context - STEPS):
             engine.add_request(prompt, params)
-        for _ in range(-(-batch * context // 4096) + 15):
+        while not is_decoding(engine, batch):
+            engine.step()
+        for _ in range(15):
             engine.step()
         samples = []
         for _ in range(STEPS - 30):
@@ -125,11 +127,13 @@ def decode_step(model: PreTrainedModel, batch: int, context: int) -> dict[str, f
 
 @contextmanager
 def other_splits() -> Iterator[None]:
-    """Attention whose splits end elsewhere, which rounds otherwise."""
+    """Decode attention whose splits end elsewhere, which rounds otherwise."""
     plain = vllm_kernels.paged_attention
 
     def split(*args: Any, **options: Any) -> Any:
-        return plain(*args, **options | {"fixed_split_size": 256})
+        if options.get("max_query_len", 1) == 1:
+            options["fixed_split_size"] = 256
+        return plain(*args, **options)
 
     vllm_kernels.paged_attention = split
     try:
