@@ -1,6 +1,6 @@
 """`python -m benchmarks` runs every benchmark that this machine can run, one process each.
 
-`python -m benchmarks tables` writes RESULTS.md, RESULTS_CPU.md and the tables of the pages
+`python -m benchmarks tables` writes RESULTS*.md and the tables of the pages
 from the files in benchmarks/results.
 """
 

@@ -112,7 +112,7 @@ def decode_step(
         for _ in range(batch):
             own = torch.randint(vocabulary, (prompt_length - shared,), generator=generator)
             engine.add_request(beginning + own.tolist(), SamplingParams(max_tokens=steps + 7))
-        while not _is_decoding(engine, batch):
+        while not is_decoding(engine, batch):
             engine.step()
         for _ in range(20):
             engine.step()
@@ -158,7 +158,7 @@ def decode_step(
     return result
 
 
-def _is_decoding(engine: Engine, batch: int) -> bool:
+def is_decoding(engine: Engine, batch: int) -> bool:
     running = engine.scheduler._queues.running
     return len(running) == batch and all(s.num_output for s in running)
 

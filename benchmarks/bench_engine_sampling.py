@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from benchmarks.bench_async_engine import QWEN3_596M
-from benchmarks.bench_engine_h200 import LLAMA_3_8B, make_model
+from benchmarks.bench_engine_h200 import LLAMA_3_8B, is_decoding, make_model
 from benchmarks.harness import machine
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.request import SamplingParams
@@ -50,10 +50,12 @@ def seconds_per_step(engine: Engine, batch: int, steps: int, params: dict[str, o
         seeds = {"seed": seed} if "temperature" in params else {}
         requests.append(
             engine.add_request(
-                prompt, SamplingParams(max_tokens=steps + 60, ignore_eos=True, **params, **seeds)
+                prompt, SamplingParams(max_tokens=steps + 90, ignore_eos=True, **params, **seeds)
             )
         )
-    for _ in range(256 * batch // engine.scheduler.max_batch_tokens + 12):
+    while not is_decoding(engine, batch):
+        engine.step()
+    for _ in range(12):
         engine.step()
     torch.cuda.synchronize()
     begin = time.perf_counter()

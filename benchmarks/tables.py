@@ -1,8 +1,8 @@
-"""The measured tables: one JSON file a table in benchmarks/results, rendered as RESULTS.md and
-RESULTS_CPU.md. The figures in README.md, docs/performance.md and docs/scale_out.md come from there
-(page_tables.py).
+"""The measured tables: one JSON file a table in benchmarks/results, rendered as RESULTS.md,
+RESULTS_SEVERAL_GPUS.md and RESULTS_CPU.md. The figures in README.md, docs/performance.md and
+docs/scale_out.md come from there (page_tables.py).
 
-    python -m benchmarks tables                       writes both files and the tables of the pages
+    python -m benchmarks tables                       writes these files and the tables of the pages
     python -m benchmarks tables RUN.json --into results/11_decode_peers_h200.json --commit COMMIT
 
 The second form replaces columns and rows of a results file by those of a run. RUN.json is an output
@@ -21,7 +21,9 @@ from benchmarks import page_tables
 
 CEILING = 4.34e12  # bytes/s, a plain read of an H200's memory
 HERE = Path(__file__).parent
-RESULTS, RESULTS_CPU = HERE / "RESULTS.md", HERE / "RESULTS_CPU.md"
+RESULTS, RESULTS_GPUS = HERE / "RESULTS.md", HERE / "RESULTS_SEVERAL_GPUS.md"
+RESULTS_CPU = HERE / "RESULTS_CPU.md"
+GPUS_SECTION = "Several GPUs of one host"
 CPU_SECTIONS = ("Engine on a CPU", "CPU ops", "KV-cache manager")
 GENERATED = """\
 `python -m benchmarks tables` generates this file from `benchmarks/results`; do not edit it.
@@ -31,8 +33,14 @@ INTRODUCTION = f"""# Measured results on GPUs
 
 {GENERATED} GPU times are medians over a CUDA
 graph with a cold L2. The programs that drive the peers are not part of the repository.
-[A plot](plots/decode_h200.png) shows the bandwidth of decode attention, and
-[RESULTS_CPU.md](RESULTS_CPU.md) has the CPU's tables.
+[A plot](plots/decode_h200.png) shows the bandwidth of decode attention. There are tables of
+[several GPUs](RESULTS_SEVERAL_GPUS.md) and of [CPUs](RESULTS_CPU.md), too.
+"""
+INTRODUCTION_GPUS = f"""# Measured results on several GPUs
+
+{GENERATED}
+[RESULTS.md](RESULTS.md) has the tables of one GPU, and
+[the lab page](../docs/lab/engine/parallel.md) those of other machines.
 """
 INTRODUCTION_CPU = f"""# Measured results on CPUs
 
@@ -47,12 +55,25 @@ def markdown(columns: list[str], rows: list[list[str | None]]) -> list[str]:
     return ["| " + " | ".join("-" if c is None else str(c) for c in line) + " |" for line in lines]
 
 
-def render(cpu: bool) -> str:
-    """All of RESULTS_CPU.md or of RESULTS.md. Numbers keep the digits they have in the files."""
-    lines, section = (INTRODUCTION_CPU if cpu else INTRODUCTION).splitlines(), None
+def page_of(section: str) -> Path:
+    if section in CPU_SECTIONS:
+        return RESULTS_CPU
+    return RESULTS_GPUS if section == GPUS_SECTION else RESULTS
+
+
+def pages() -> dict[Path, str]:
+    """The generated files. Numbers keep the digits they have in benchmarks/results."""
+    introductions = (
+        (RESULTS, INTRODUCTION), (RESULTS_GPUS, INTRODUCTION_GPUS), (RESULTS_CPU, INTRODUCTION_CPU)
+    )  # fmt: skip
+    return {page: render(page, introduction) for page, introduction in introductions}
+
+
+def render(page: Path, introduction: str) -> str:
+    lines, section = introduction.splitlines(), None
     for path in sorted((HERE / "results").glob("*.json")):
         table = json.loads(path.read_text(), parse_float=str)
-        if (table["section"] in CPU_SECTIONS) != cpu:
+        if page_of(table["section"]) != page:
             continue
         if table["section"] != section:
             section = table["section"]
@@ -145,8 +166,8 @@ def main(argv: list[str] | None = None) -> None:
         today = datetime.date.today().isoformat()
         table |= {"commit": arguments.commit, "date": today, "columns": columns, "rows": rows}
         arguments.into.write_text(dump(table))
-    RESULTS.write_text(render(cpu=False))
-    RESULTS_CPU.write_text(render(cpu=True))
+    for page, text in pages().items():
+        page.write_text(text)
     page_tables.write()
 
 

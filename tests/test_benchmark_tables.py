@@ -15,10 +15,10 @@ FILES = sorted((tables.HERE / "results").glob("*.json"))
 FIELDS = ["section", "title", "note", "machine", "versions", "command", "commit", "date", "unit"]
 
 
-@pytest.mark.parametrize("page", [tables.RESULTS, tables.RESULTS_CPU], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
 def test_results_are_generated(page: Path) -> None:
     text = page.read_text()
-    assert text == tables.render(cpu=page == tables.RESULTS_CPU)
+    assert text == tables.pages()[page]
     assert len(text.splitlines()) <= 250
 
 
@@ -50,8 +50,8 @@ def test_a_run_replaces_rows_and_keeps_the_rest(
     run, into = tmp_path / "run.json", tmp_path / "table.json"
     run.write_text(json.dumps([record, {**record, "peer": "fa3", "us": 3.0}]))
     into.write_text(FILES[0].read_text())
-    monkeypatch.setattr(tables, "RESULTS", tmp_path / "RESULTS.md")
-    monkeypatch.setattr(tables, "RESULTS_CPU", tmp_path / "RESULTS_CPU.md")
+    for name in ("RESULTS", "RESULTS_GPUS", "RESULTS_CPU"):
+        monkeypatch.setattr(tables, name, tmp_path / f"{name}.md")
     tables.main([str(run), "--into", str(into), "--commit", "abc"])
     table = json.loads(into.read_text())
     assert table["rows"] == [["b1_c1k", 4.3, 1.0, 2.0, 3.0, 2170, 50, 1.5]]

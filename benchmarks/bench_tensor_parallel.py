@@ -1,0 +1,224 @@
+"""Engine over N GPUs (tensor parallelism) beside one GPU: a random Llama-3-8B in bfloat16.
+
+    python -m benchmarks.bench_tensor_parallel FOLDER --make          writes the weights, 16 GB
+    torchrun --nproc-per-node N -m benchmarks.bench_tensor_parallel FOLDER --json N.json
+    python -m benchmarks.bench_tensor_parallel FOLDER --compare 1.json 2.json
+
+A decode step in ms at a context of 2k: `step` is the wall time of Engine.step(), `graph` the pass
+in a CUDA graph, `all-reduces` its sums over the ranks alone, in a graph of their own. --compare:
+greedy tokens and their log-probabilities in two files. `split` in the file of one GPU is the same
+model with another split of its attention, so it shows what rounding alone does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import vllm_kernels
+from benchmarks.bench_engine_h200 import LLAMA_3_8B, SMOKE, is_decoding, make_model
+from benchmarks.harness import machine
+from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.request import SamplingParams
+from vllm_kernels.hf.tensor_parallel import group_of_model
+
+STEPS, REPLAYS = 60, 40
+
+
+def load(folder: Path, ranks: int) -> PreTrainedModel:
+    """The model of this rank. One rank has the whole."""
+    if ranks == 1:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=ranks)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, distributed_config=config
+    ).eval()
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def prompts_of(model: PreTrainedModel, batch: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, (batch, length), generator=generator).tolist()
+
+
+def graph_ms(call: Callable[[], object]) -> float | None:
+    """Median time of a call in a CUDA graph, with as many replays on every rank."""
+    if not torch.cuda.is_available():
+        return None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    samples = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end))
+    return median(samples)
+
+
+def decode_step(model: PreTrainedModel, batch: int, context: int) -> dict[str, float | None]:
+    """Times of a step in ms."""
+    blocks = batch * (-(-(context + 3 * STEPS) // 16) + 1) + 16
+    with Engine(
+        model, max_batch_size=batch, max_batch_tokens=4096, max_length=context + 3 * STEPS,
+        num_blocks=blocks, prefix_caching=False,
+    ) as engine:  # fmt: skip
+        params = SamplingParams(max_tokens=STEPS + 90, ignore_eos=True)
+        for prompt in prompts_of(model, batch, context - STEPS):
+            engine.add_request(prompt, params)
+        while not is_decoding(engine, batch):
+            engine.step()
+        for _ in range(15):
+            engine.step()
+        samples = []
+        for _ in range(STEPS - 30):
+            start = time.perf_counter()
+            engine.step()
+            samples.append(1e3 * (time.perf_counter() - start))
+        synchronize()
+        packed = engine._packed
+        with torch.inference_mode():
+            step = packed._single_step(batch, False)
+            packed.pages.begin(step)
+            result: dict[str, float | None] = {"step": median(samples)}
+            result["graph"] = graph_ms(lambda: packed._forward(step, batch))
+            group = group_of_model(model)
+            if group is not None:
+                size = batch, model.config.hidden_size
+                x = torch.zeros(size, dtype=model.dtype, device=model.device)
+
+                def all_reduces() -> None:
+                    for _ in range(2 * model.config.num_hidden_layers):
+                        dist.all_reduce(x, group=group)
+
+                result["all-reduces"] = graph_ms(all_reduces)
+        while engine.scheduler.num_unfinished:
+            engine.step()
+    return result
+
+
+@contextmanager
+def other_splits() -> Iterator[None]:
+    """Decode attention whose splits end elsewhere, which rounds otherwise."""
+    plain = vllm_kernels.paged_attention
+
+    def split(*args: Any, **options: Any) -> Any:
+        if options.get("max_query_len", 1) == 1:
+            options["fixed_split_size"] = 256
+        return plain(*args, **options)
+
+    vllm_kernels.paged_attention = split
+    try:
+        yield
+    finally:
+        vllm_kernels.paged_attention = plain
+
+
+Text = list[tuple[int, float]]
+"""Tokens and their log-probabilities."""
+
+
+def texts(model: PreTrainedModel, length: int, tokens: int, fused: bool = True) -> list[Text]:
+    """Greedy continuations of 8 prompts. Fused layers have attention of their own for a step."""
+    with Engine(
+        model, max_batch_size=8, max_batch_tokens=4096, max_length=length + tokens + 8,
+        num_blocks=8 * (-(-(length + tokens) // 16) + 2), prefix_caching=False, fused=fused,
+    ) as engine:  # fmt: skip
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0)
+        outputs = engine.generate(prompts_of(model, 8, length), params)
+    completions = [output.completions[0] for output in outputs]
+    return [
+        [(token, top[token].logprob) for token, top in zip(one.tokens, one.logprobs or [])]
+        for one in completions
+    ]
+
+
+def compare(name: str, one: list[Text], other: list[Text]) -> None:
+    """Prints how many tokens are equal before the first that differs, and how far they are off."""
+    equal, differences = 0, []
+    for left, right in zip(one, other):
+        for (token, logprob), (other_token, other_logprob) in zip(left, right):
+            if token != other_token:
+                break
+            equal += 1
+            differences.append(abs(logprob - other_logprob))
+    total = sum(map(len, one))
+    print(
+        f"{name}: {equal} of {total} tokens before the first difference of each text; "
+        f"log-probabilities differ by {sum(differences) / max(1, len(differences)):.4f}, "
+        f"at most {max(differences, default=0.0):.4f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--make", action="store_true")
+    parser.add_argument("--compare", type=Path, nargs=2)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=64, help="of each text")
+    parser.add_argument("--smoke", action="store_true", help="with --make: a tiny model")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    if asked.make:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        make_model(device, SMOKE if asked.smoke else LLAMA_3_8B).save_pretrained(asked.folder)
+        return
+    if asked.compare:
+        one, other = (json.loads(path.read_text()) for path in asked.compare)
+        compare("other splits", one["texts"], one["split"])
+        compare(f"{other['ranks']} ranks", one["texts"], other["texts"])
+        return
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    model = load(asked.folder, ranks)
+    result: dict[str, Any] = {
+        "machine": machine(model.device.type), "ranks": ranks, "command": " ".join(sys.argv),
+    }  # fmt: skip
+    result["steps"] = {}
+    for batch in asked.batch:
+        result["steps"][batch] = step = decode_step(model, batch, asked.context)
+        if int(os.environ.get("RANK", "0")) == 0:
+            shown = {name: value and round(value, 3) for name, value in step.items()}
+            print(f"{ranks} ranks, {batch} x {asked.context}, ms: {shown}", flush=True)
+    length = asked.context - asked.tokens
+    result["texts"] = texts(model, length, asked.tokens)
+    if ranks == 1:
+        with other_splits():
+            result["split"] = texts(model, length, asked.tokens, fused=False)
+    if int(os.environ.get("RANK", "0")) == 0 and asked.json:
+        asked.json.write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
