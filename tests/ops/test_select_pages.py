@@ -67,6 +67,17 @@ def test_long_sequences(device):
             case.check(budget, per_kv_head=per_kv_head)
 
 
+@pytest.mark.parametrize("equal", [400, 700, 1500])
+def test_many_equal_scores(device, equal):
+    """More pages of nearly equal score than a CTA ranks, with or without some far from them."""
+    case = Case(device, torch.float32, [1600 * BLOCK, 2048 * BLOCK, 2049 * BLOCK], size=32)
+    case.bounds[torch.randperm(len(case.bounds))[: len(case.bounds) * equal // 1600]] = 1.0
+    for far in (1.0, 1e6, 1e-6):
+        case.bounds[::97] *= far
+        for budget in (96, 20_000):
+            case.check(budget, per_kv_head=True)
+
+
 def test_scores_of_any_numbers(device, dtype):
     """No page that is left out scores above one that is kept, but for rounding in float32."""
     case = Case(device, dtype, [5000, 333], heads=(8, 2), size=128, exact=False)

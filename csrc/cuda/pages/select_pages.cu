@@ -4,8 +4,9 @@
 //   weights  of the row's components, in shared memory: the whole query group is one vector
 //   scores   a warp takes kWarpPages pages at a time; its lanes read their bounds by 16 bytes. The
 //            dot products go to scratch in global memory, as ordered bits
-//   choice   the row's last CTA: radix selection (cuda/sampling/row_select.cuh), then the kept
-//            pages in order. Counters of the stream's workspace elect it; they are 0 again after it
+//   choice   the row's last CTA (choose_pages.cuh): one round over bins for up to 2048 pages, else
+//            radix selection (cuda/sampling/row_select.cuh), then the kept pages in order. Counters
+//            of the stream's workspace elect it; they are 0 again after it
 //
 // b8 x 32k, 32/8 heads of 128, bf16, pages of 16: 16384 pages of 4 KB of bounds are 67 MB, 15.5 us
 // at 4.34 TB/s. A page is 2048 products, 33.6 million in all (fp32: 0.5 million warp instructions
