@@ -318,6 +318,9 @@ __device__ __forceinline__ void copy16_async(uint32_t to, const void* from) {
 __device__ __forceinline__ void copy8_async(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void copy4_async(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
 // Copies the first `bytes` of 16 (or 8) bytes and fills the rest with zeros.
 __device__ __forceinline__ void copy16_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)

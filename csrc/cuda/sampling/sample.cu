@@ -22,22 +22,25 @@ namespace {
 
 constexpr uint32_t kAllTies = 0xffffffffu;
 
-// Begins to bring the entries of a sample's list into L2. Returns whether it has any.
-template <typename Value>
-__device__ __forceinline__ bool prefetch_entries(const TokenLists<Value>& lists, int64_t sample) {
-  const auto range = lists.of(sample);
-  const int64_t i = range.begin + threadIdx.x;
-  if (i < range.end) {
+// Begins to bring the bias of a sample into L2, and its token counts into shared memory, one for
+// each thread; more than kRowThreads into L2. Returns whether the sample has any.
+__device__ __forceinline__ bool prefetch_changes(const SampleParams& p, int64_t sample,
+                                                 SelectShared& shared) {
+  const auto prefetch = [](const auto& lists, int64_t i, int64_t end) {
+    if (i >= end) return;
     prefetch_l2(lists.tokens + i);
     prefetch_l2(lists.values + i);
+  };
+  const auto bias = p.bias.of(sample);
+  const auto counts = p.counts.of(sample);
+  prefetch(p.bias, bias.begin + threadIdx.x, bias.end);
+  const int64_t i = counts.begin + threadIdx.x;
+  if (i < counts.end) {
+    copy4_async(shared_address(&shared.list.tokens[threadIdx.x]), p.counts.tokens + i);
+    copy4_async(shared_address(&shared.list.ordered[threadIdx.x]), p.counts.values + i);
   }
-  return range.begin < range.end;
-}
-
-// The same for the bias and the token counts.
-__device__ __forceinline__ bool prefetch_changes(const SampleParams& p, int64_t sample) {
-  const bool biased = prefetch_entries(p.bias, sample);
-  return prefetch_entries(p.counts, sample) || biased;
+  prefetch(p.counts, i + kRowThreads, counts.end);
+  return bias.begin < bias.end || counts.begin < counts.end;
 }
 
 // Begins to bring the slice into L2: the request, which tells how to load it, takes as long to
@@ -52,33 +55,42 @@ __device__ __forceinline__ void prefetch_slice(const LogitRows& logits, int64_t 
   }
 }
 
-// body(index in the slice, value) for the entries of a sample's list that are in this slice.
-template <typename Value, typename Body>
-__device__ __forceinline__ void for_each_entry(const TokenLists<Value>& lists, int64_t sample,
-                                               const Slice& slice, const Body& body) {
-  const auto range = lists.of(sample);
-#pragma unroll 1
-  for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kRowThreads) {
-    const int64_t at = int64_t{lists.tokens[i]} - slice.begin;
-    const Value value = lists.values[i];
-    if (at >= 0 && at < slice.size) body(static_cast<int>(at), value);
-  }
-  __syncthreads();
-}
-
 // Adds the bias and the penalties to a slice, which other threads wrote. logit_of(word of the
 // slice), word_of(logit).
 template <typename LogitOf, typename WordOf>
 __device__ __forceinline__ void change_logits(const SampleParams& p, int64_t sample,
-                                              const Penalties& penalties, const Slice& slice,
+                                              const SelectShared& shared, const Slice& slice,
                                               const LogitOf& logit_of, const WordOf& word_of) {
+  const auto change = [&](int32_t token, const auto& changed) {
+    const int64_t at = int64_t{token} - slice.begin;
+    if (at < 0 || at >= slice.size) return;
+    slice.ordered[at] = word_of(changed(logit_of(slice.ordered[at])));
+  };
   __syncthreads();
-  for_each_entry(p.bias, sample, slice, [&](int at, float value) {
-    slice.ordered[at] = word_of(ScalarMath::add(logit_of(slice.ordered[at]), value));
-  });
-  for_each_entry(p.counts, sample, slice, [&](int at, int32_t value) {
-    slice.ordered[at] = word_of(penalties.apply(logit_of(slice.ordered[at]), value));
-  });
+  const auto bias = p.bias.of(sample);
+  if (bias.begin < bias.end) {
+#pragma unroll 1
+    for (int64_t i = bias.begin + threadIdx.x; i < bias.end; i += kRowThreads) {
+      const float value = p.bias.values[i];
+      change(p.bias.tokens[i], [&](float logit) { return ScalarMath::add(logit, value); });
+    }
+    __syncthreads();
+  }
+  const auto counts = p.counts.of(sample);
+  const auto penalize = [&](int32_t token, int32_t count) {
+    change(token, [&](float logit) { return shared.penalties.apply(logit, count); });
+  };
+  int64_t i = counts.begin + threadIdx.x;
+  if (i < counts.end) {
+    wait_all_copies();  // this thread's
+    penalize(static_cast<int32_t>(shared.list.tokens[threadIdx.x]),
+             static_cast<int32_t>(shared.list.ordered[threadIdx.x]));
+  }
+#pragma unroll 1
+  for (i += kRowThreads; i < counts.end; i += kRowThreads) {
+    penalize(p.counts.tokens[i], p.counts.values[i]);
+  }
+  __syncthreads();
 }
 
 // Loads the slice as ordered bits of the final logits. Returns the thread's highest token. Bias and
@@ -86,8 +98,8 @@ __device__ __forceinline__ void change_logits(const SampleParams& p, int64_t sam
 template <typename T>
 __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sample,
                                             const SampleRow& request, bool aligned,
-                                            const Slice& slice, const SelectShared& shared) {
-  const bool sparse = prefetch_changes(p, sample);
+                                            const Slice& slice, SelectShared& shared) {
+  const bool sparse = prefetch_changes(p, sample, shared);
   const float temperature = request.temperature;
   const bool divides = temperature != 1.0f;
   const int32_t* words = p.bitmask.of(sample);
@@ -105,8 +117,7 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
       });
   if (!sparse) return highest;
   change_logits(
-      p, sample, shared.penalties, slice,
-      [](uint32_t ordered) { return from_ordered_bits(ordered); },
+      p, sample, shared, slice, [](uint32_t ordered) { return from_ordered_bits(ordered); },
       [](float logit) { return ordered_bits(logit); });
   for_each_own<T>(slice, [&](uint32_t ordered, int index) {
     if (index >= slice.size) return;
@@ -123,13 +134,13 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
 // the thread's highest; NaN if one is NaN.
 template <typename T>
 __device__ __forceinline__ float load_undivided(const SampleParams& p, int64_t sample, bool aligned,
-                                                const Slice& slice, const SelectShared& shared) {
-  const bool sparse = prefetch_changes(p, sample);
+                                                const Slice& slice, SelectShared& shared) {
+  const bool sparse = prefetch_changes(p, sample, shared);
   float highest =
       load_logits<T>(p.logits, p.row_of(sample), aligned, slice, {p.bitmask, p.bitmask.of(sample)});
   if (!sparse) return highest;
   change_logits(
-      p, sample, shared.penalties, slice, [](uint32_t word) { return bits_as<float>(word); },
+      p, sample, shared, slice, [](uint32_t word) { return bits_as<float>(word); },
       [](float logit) { return bits_as<uint32_t>(logit); });
   highest = -INFINITY;
   for_each_own<T>(slice,
