@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "ops/rows.h"
-#include "ops/stripe.h"
 
 namespace vllm_kernels {
 

@@ -13,7 +13,6 @@
 // v1 and v2 have one query token a sequence; v2's scratch is checked and not used.
 #pragma once
 #include "ops/paged_kv.h"
-#include "ops/stripe.h"
 
 namespace vllm_kernels {
 
