@@ -6,7 +6,7 @@
 #include <bit>
 #include <cstdint>
 
-#include "ops/rows.h"
+#include "ops/paged_kv.h"
 
 namespace vllm_kernels {
 
