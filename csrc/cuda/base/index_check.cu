@@ -1,6 +1,6 @@
 // VLLM_KERNELS_CHECK=1: scans an index argument [rows, columns] (int32 or int64) for values that
-// are out of bounds or repeated. One CTA of 1024 threads walks the elements in order. It stops at
-// the first 1024 that contain a bad one and reports the smallest bad index to the host. Nothing is
+// are out of bounds or repeated. One CTA of 512 threads walks the elements in order. It stops at
+// the first 512 that contain a bad one and reports the smallest bad index to the host. Nothing is
 // read before the PDL wait. The bounds are in ops/index_check.h; the host side of the report is
 // take_bad_index() below.
 #include "cuda/base/index_check.h"
@@ -13,7 +13,7 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 512;
 
 // One per device, in pinned host memory that is mapped into the device. The report is unread while
 // reported != taken.
