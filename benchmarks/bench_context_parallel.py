@@ -222,12 +222,12 @@ def over_ranks(asked: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cpu")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", default="cpu", help="cuda: a GPU per process of torchrun")
     parser.add_argument("--shapes", nargs="+", default=["8x8192"], help="SEQUENCESxTOKENS")
-    parser.add_argument("--rounds", type=int, default=30, help="over processes")
+    parser.add_argument("--rounds", type=int, default=30, help="with torchrun")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="over processes")
+    parser.add_argument("--json", type=Path, help="with torchrun")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)

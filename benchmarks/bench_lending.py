@@ -445,7 +445,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on cuda")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model; always on a CPU")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model, which --device cpu implies"
+    )
     parser.add_argument("--long", type=int, help="tokens of the long prompt")
     parser.add_argument("--short", type=int, help="tokens of a short prompt")
     parser.add_argument("--shorts", type=int, help="short sequences of instance 0")
@@ -480,6 +482,8 @@ def main() -> int:
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
+    if dist.get_world_size() != 2:
+        raise SystemExit(f"bench_lending: expected 2 processes, got {dist.get_world_size()}")
     with torch.inference_mode():
         rows = measure(arguments, device)
     if dist.get_rank() == 0:

@@ -203,14 +203,14 @@ def measure(asked: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--make", action="store_true")
-    parser.add_argument("--compare", type=Path, nargs=2)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("folder", type=Path, nargs="?", help="a checkpoint; none: a tiny model")
+    parser.add_argument("--make", action="store_true", help="writes random weights to the folder")
+    parser.add_argument("--compare", type=Path, nargs=2, help="the files of one process, and of N")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64], help="sequences")
+    parser.add_argument("--context", type=int, default=2048, help="tokens")
     parser.add_argument("--tokens", type=int, default=64, help="of each text")
     parser.add_argument("--smoke", action="store_true", help="with --make: a tiny model")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="for --compare")
     asked = parser.parse_args()
     if asked.compare:
         one, other = (json.loads(path.read_text()) for path in asked.compare)
