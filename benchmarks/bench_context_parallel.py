@@ -19,14 +19,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import harness
-from benchmarks.harness import capture, replay_seconds
+from benchmarks.harness import capture, medians, replay_seconds, run_record, synchronize
 from vllm_kernels import combine_attn_partials, paged_attention
 from vllm_kernels.distributed import ContextParallel
 
@@ -39,12 +37,10 @@ BOUND = 2**-6  # of the largest element: two roundings to bfloat16 are 2**-8
 def eager_us(call: Callable[[], object], device: str) -> float:
     """Wall time of a call. The ranks begin together."""
     dist.barrier()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     begin = time.perf_counter()
     call()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     return (time.perf_counter() - begin) * 1e6
 
 
@@ -105,7 +101,7 @@ def in_one_process(seqs: int, tokens: int, device: str) -> None:
         arms[f"merge of {shards}"] = lambda _, o=out, x=partials, y=lses: combine_attn_partials(  # type: ignore[misc]
             o, x, y
         )
-    times = harness.medians(arms, device, 1)
+    times = medians(arms, device, 1)
     print(f"{seqs} sequences of {tokens} tokens")
     for name, seconds in times.items():
         print(f"{name:16} {seconds * 1e6:9.1f} us, {seconds / times['one rank']:.3f}")
@@ -181,9 +177,7 @@ def in_processes(
     rows: list[tuple[str, float, float, float, float]] = []
     for name, call in arms.items():
         eager = [eager_us(call, device) for _ in range(rounds)]
-        out, graph = call(), 0.0
-        if device == "cuda":
-            out, graph = in_graph(call, rounds)
+        out, graph = in_graph(call, rounds) if device == "cuda" else (call(), 0.0)
         error = 0.0
         if name in EXCHANGES:
             error = ((out.float() - exact).abs().max() / exact.abs().max()).item()
@@ -197,18 +191,14 @@ def over_ranks(asked: argparse.Namespace) -> int:
     if asked.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if asked.device == "cuda" else "gloo")
-    result: dict[str, Any] = {
-        "machine": harness.machine(asked.device), "ranks": dist.get_world_size(),
-        "command": " ".join(sys.argv), "rows": [],
-        "NCCL": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
-    }  # fmt: skip
+    rows: list[list[str | float]] = []
     is_wrong = False
     for shape in asked.shapes:
         seqs, tokens = map(int, shape.split("x"))
         for name, middle, least, graph, error in in_processes(
             seqs, tokens, asked.device, asked.rounds
         ):
-            result["rows"].append([shape, name, middle, least, graph, error])
+            rows.append([shape, name, middle, least, graph, error])
             is_wrong |= error > BOUND
             if dist.get_rank() == 0:
                 print(
@@ -216,7 +206,7 @@ def over_ranks(asked: argparse.Namespace) -> int:
                     f"{graph:9.1f}, differs by {error:.4f}", flush=True,
                 )  # fmt: skip
     if dist.get_rank() == 0 and asked.json:
-        asked.json.write_text(json.dumps(result))
+        asked.json.write_text(json.dumps(run_record(asked.device) | {"rows": rows}))
     dist.destroy_process_group()
     return int(is_wrong)
 

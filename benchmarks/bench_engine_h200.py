@@ -36,7 +36,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from benchmarks.harness import capture, machine, replay_seconds
+from benchmarks.harness import capture, machine, replay_seconds, synchronize
 from vllm_kernels.bench.engine import Replay, print_replay, replay
 from vllm_kernels.bench.trace import TraceRequest, made_trace
 from vllm_kernels.engine.engine import Engine
@@ -115,13 +115,13 @@ def decode_step(
         decode_all(engine, batch)
         for _ in range(20):
             engine.step()
-        _synchronize(model)
+        synchronize(model.device.type)
         samples = []
         for _ in range(steps - 40):
             start = time.perf_counter()
             engine.step()  # with overlap: ends when the tokens of the pass before are there
             samples.append(time.perf_counter() - start)
-        _synchronize(model)
+        synchronize(model.device.type)
         packed = engine._packed
         pages = packed.pages
         step = packed._single_step(batch, cascade and shared > 0)
@@ -179,11 +179,6 @@ def _release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _synchronize(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _time(call: Callable[[], object], model: PreTrainedModel, seconds: float) -> float:

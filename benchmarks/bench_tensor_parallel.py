@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +39,7 @@ from benchmarks.bench_engine_h200 import (
     is_decoding,
     make_model,
 )
-from benchmarks.harness import capture, machine, replay_seconds
+from benchmarks.harness import capture, replay_seconds, run_record
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.request import SamplingParams
 from vllm_kernels.hf.tensor_parallel import group_of_model
@@ -177,11 +176,7 @@ def make(folder: Path, smoke: bool) -> None:
 def measure(asked: argparse.Namespace) -> None:
     ranks, rank = (int(os.environ.get(name, at)) for name, at in (("WORLD_SIZE", 1), ("RANK", 0)))
     model = load(asked.folder, ranks)
-    result: dict[str, Any] = {
-        "machine": machine(model.device.type), "ranks": ranks, "command": " ".join(sys.argv),
-        "NCCL": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
-        "steps": {},
-    }  # fmt: skip
+    result = run_record(model.device.type) | {"steps": {}}
     for batch in asked.batch:
         result["steps"][batch] = step = decode_step(model, batch, asked.context)
         if rank == 0:

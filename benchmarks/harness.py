@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +39,22 @@ def machine(device: str) -> str:
         f"{model}, {torch.get_num_threads()} threads of {os.cpu_count()}, level {_C.cpu_level()}, "
         f"{versions}"
     )
+
+
+def run_record(device: str) -> dict[str, Any]:
+    """What a file of figures says of its run: machine, number of ranks, command, NCCL's options."""
+    return {
+        "machine": machine(device),
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "command": " ".join(sys.argv),
+        "NCCL": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
+    }
+
+
+def synchronize(device: str) -> None:
+    """Waits for the device. A CPU is never behind."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def copies_for(device: str, bytes_per_call: int, rotate: bool = True) -> int:
