@@ -36,7 +36,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from benchmarks.harness import machine
+from benchmarks.harness import capture, machine, replay_seconds, synchronize
 from vllm_kernels.bench.engine import Replay, print_replay, replay
 from vllm_kernels.bench.trace import TraceRequest, made_trace
 from vllm_kernels.engine.engine import Engine
@@ -111,18 +111,17 @@ def decode_step(
             engine.generate([[*beginning, 0]], SamplingParams(max_tokens=1))  # it is cached then
         for _ in range(batch):
             own = torch.randint(vocabulary, (prompt_length - shared,), generator=generator)
-            engine.add_request(beginning + own.tolist(), SamplingParams(max_tokens=steps + 7))
-        while not is_decoding(engine, batch):
-            engine.step()
+            engine.add_request(beginning + own.tolist(), SamplingParams(max_tokens=steps + 80))
+        decode_all(engine, batch)
         for _ in range(20):
             engine.step()
-        _synchronize(model)
+        synchronize(model.device.type)
         samples = []
         for _ in range(steps - 40):
             start = time.perf_counter()
             engine.step()  # with overlap: ends when the tokens of the pass before are there
             samples.append(time.perf_counter() - start)
-        _synchronize(model)
+        synchronize(model.device.type)
         packed = engine._packed
         pages = packed.pages
         step = packed._single_step(batch, cascade and shared > 0)
@@ -163,16 +162,23 @@ def is_decoding(engine: Engine, batch: int) -> bool:
     return len(running) == batch and all(s.num_output for s in running)
 
 
+def decode_all(engine: Engine, batch: int) -> None:
+    """Runs passes until all of ``batch`` requests decode.
+
+    Raises:
+        ValueError: A request ended before the last one began to decode.
+    """
+    while not is_decoding(engine, batch):
+        if engine.scheduler.num_unfinished < batch:
+            raise ValueError(f"expected max_tokens for {batch} requests that decode at once")
+        engine.step()
+
+
 def _release() -> None:
     """Gives memory back to the device, for who sizes a cache by what is free there."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _synchronize(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _time(call: Callable[[], object], model: PreTrainedModel, seconds: float) -> float:
@@ -184,24 +190,11 @@ def _time(call: Callable[[], object], model: PreTrainedModel, seconds: float) ->
             call()
             samples.append(time.perf_counter() - start)
         return median(samples)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
+    graph = capture(call)
     samples = []
     began = time.perf_counter()
     while len(samples) < 10 or time.perf_counter() - began < seconds:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e-3)
+        samples.append(replay_seconds(graph))
     return median(samples)
 
 

@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from benchmarks.bench_async_engine import QWEN3_596M
-from benchmarks.bench_engine_h200 import LLAMA_3_8B, is_decoding, make_model
+from benchmarks.bench_engine_h200 import LLAMA_3_8B, decode_all, make_model
 from benchmarks.harness import machine
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.request import SamplingParams
@@ -53,8 +53,7 @@ def seconds_per_step(engine: Engine, batch: int, steps: int, params: dict[str, o
                 prompt, SamplingParams(max_tokens=steps + 90, ignore_eos=True, **params, **seeds)
             )
         )
-    while not is_decoding(engine, batch):
-        engine.step()
+    decode_all(engine, batch)
     for _ in range(12):
         engine.step()
     torch.cuda.synchronize()

@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 import vllm_kernels as vk
-from benchmarks.harness import machine
+from benchmarks.harness import run_record, synchronize
 from benchmarks.lending import (
     BLOCK,
     BORROWER,
@@ -148,6 +148,23 @@ class Batch:
         return on_device.split([len(tensor) for tensor in tensors])
 
 
+def write_and_attend(
+    model: Model, cache: KVCache, layer: int, qkv: Tensor, positions: Tensor, slots: Tensor,
+    tables: Tensor, lens: Tensor, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Writes the new tokens' keys and values, and attends. Returns the result and its lse."""
+    query, key, value = qkv.split(model.heads, 1)
+    w = model.layers[layer]
+    cache.rope_and_write(
+        layer, positions, query, key, value, model.cos_sin, slots,
+        q_weight=w["q_norm"], k_weight=w["k_norm"], epsilon=EPSILON,
+    )  # fmt: skip
+    return vk.paged_attention(
+        query, cache.key_caches[layer], cache.value_caches[layer], tables, lens,
+        layout=cache.shape.layout, return_lse=True, **options,
+    )  # fmt: skip
+
+
 class Link:
     """Attention to lent blocks: a broadcast to the lender in each layer, and one back.
 
@@ -174,15 +191,9 @@ class Link:
         """The lender writes the token and attends to the lent blocks."""
         self._broadcast(self.question, BORROWER)
         self.wait()  # for the last answer, too
-        query, key, value = self.question[None].split(self.model.heads, 1)
-        weights = self.model.layers[layer]
-        self.cache.rope_and_write(
-            layer, batch.loan_position, query, key, value, self.model.cos_sin, batch.loan_slot,
-            q_weight=weights["q_norm"], k_weight=weights["k_norm"], epsilon=EPSILON,
-        )  # fmt: skip
-        _, lse = vk.paged_attention(
-            query, self.cache.key_caches[layer], self.cache.value_caches[layer], batch.loan_tables,
-            batch.loan_lens, layout=self.cache.shape.layout, out=self.out, return_lse=True,
+        _, lse = write_and_attend(
+            self.model, self.cache, layer, self.question[None], batch.loan_position,
+            batch.loan_slot, batch.loan_tables, batch.loan_lens, out=self.out,
         )  # fmt: skip
         self.lse.copy_(lse)
         self._broadcast(self.answer, LENDER)
@@ -285,21 +296,18 @@ class Rank:
         flat[batch.target] = linear(x, self.model.embeddings).argmax(-1)
 
     def attend(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
-        w, asks = self.model.layers[layer], batch.has_loan and self.rank == BORROWER
-        qkv = linear(x, w["qkv"]).unflatten(1, (-1, self.model.sizes.head_size))
+        asks = batch.has_loan and self.rank == BORROWER
+        qkv = linear(x, self.model.layers[layer]["qkv"]).unflatten(
+            1, (-1, self.model.sizes.head_size)
+        )
         if asks:
             self.link.ask(qkv[0])
         elif batch.has_loan:
             self.link.serve(layer, batch)
-        query, key, value = qkv.split(self.model.heads, 1)
-        self.cache.rope_and_write(
-            layer, batch.positions, query, key, value, self.model.cos_sin, batch.slots,
-            q_weight=w["q_norm"], k_weight=w["k_norm"], epsilon=EPSILON,
-        )  # fmt: skip
-        out, lse = vk.paged_attention(
-            query, self.cache.key_caches[layer], self.cache.value_caches[layer], batch.tables,
+        out, lse = write_and_attend(
+            self.model, self.cache, layer, qkv, batch.positions, batch.slots, batch.tables,
             batch.lens, query_start_loc=None if batch.max_query == 1 else batch.starts,
-            max_query_len=batch.max_query, layout=self.cache.shape.layout, return_lse=True,
+            max_query_len=batch.max_query,
         )  # fmt: skip
         if asks:
             self.link.combine(out[:1], lse[:1])
@@ -327,16 +335,11 @@ class Row:
     tokens: int = 0
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def run_mode(rank: Rank, schedule: Schedule, sequences: list[Sequence]) -> list[Any]:
     """Runs the trace. Returns of each rank: its seconds, and the latency of its sequences."""
     mine, done = rank.rank, 0.0
     rank.batch.buffers.invalidate()  # they are of another mode's manager
-    synchronize(rank.device)
+    synchronize(rank.device.type)
     dist.barrier()
     begin, clock = time.perf_counter(), Clock(rank.device)
     while not (schedule.is_done(BORROWER) and schedule.is_done(LENDER)):
@@ -347,9 +350,9 @@ def run_mode(rank: Rank, schedule: Schedule, sequences: list[Sequence]) -> list[
         clock.mark()
         schedule.advance(plans)
         if schedule.is_done(mine) and not done:
-            synchronize(rank.device)
+            synchronize(rank.device.type)
             done = time.perf_counter() - begin
-    synchronize(rank.device)
+    synchronize(rank.device.type)
     schedule.check_end()
     return gathered((done, clock.latency(sequences)))
 
@@ -432,9 +435,7 @@ def report(arguments: argparse.Namespace, rows: list[Row], device: str) -> None:
             f" sequences, {row.equal_tokens} of {row.tokens} tokens",
         )  # fmt: skip
     if arguments.json:
-        record = {
-            "machine": machine(device),
-            "command": sys.argv,
+        record = run_record(device) | {
             "arguments": vars(arguments) | {"json": str(arguments.json)},
             "rows": [asdict(row) for row in rows],
         }
@@ -445,7 +446,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on cuda")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model; always on a CPU")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model, which --device cpu implies"
+    )
     parser.add_argument("--long", type=int, help="tokens of the long prompt")
     parser.add_argument("--short", type=int, help="tokens of a short prompt")
     parser.add_argument("--shorts", type=int, help="short sequences of instance 0")
@@ -480,6 +483,8 @@ def main() -> int:
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
+    if dist.get_world_size() != 2:
+        raise SystemExit(f"bench_lending: expected 2 processes, got {dist.get_world_size()}")
     with torch.inference_mode():
         rows = measure(arguments, device)
     if dist.get_rank() == 0:

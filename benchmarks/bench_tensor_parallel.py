@@ -1,13 +1,17 @@
 """Engine over N GPUs (tensor parallelism) beside one GPU: a random Llama-3-8B in bfloat16.
 
-    python -m benchmarks.bench_tensor_parallel FOLDER --make          writes the weights, 16 GB
+    python -m benchmarks.bench_tensor_parallel FOLDER --make       writes the weights, 16 GB
+    python -m benchmarks.bench_tensor_parallel FOLDER --json 1.json
     torchrun --nproc-per-node N -m benchmarks.bench_tensor_parallel FOLDER --json N.json
-    python -m benchmarks.bench_tensor_parallel FOLDER --compare 1.json 2.json
+    python -m benchmarks.bench_tensor_parallel --compare 1.json N.json
 
-A decode step in ms at a context of 2k: `step` is the wall time of Engine.step(), `graph` the pass
-in a CUDA graph, `all-reduces` its sums over the ranks alone, in a graph of their own. --compare:
-greedy tokens and their log-probabilities in two files. `split` in the file of one GPU is the same
-model with another split of its attention, so it shows what rounding alone does.
+Without a folder, a tiny model is made and measured. A decode step, in ms, has about 2k tokens of
+context. `step` is the wall time of Engine.step(). `graph` is its pass in a CUDA graph.
+`all-reduces` is a graph of the pass's sums over the ranks.
+
+--compare shows how far greedy texts and their log-probabilities are apart. One GPU runs twice more:
+`unfused` has the layers of transformers, and `split` has them and other splits of attention. Their
+distance is what rounding alone does.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,8 +32,14 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import vllm_kernels
-from benchmarks.bench_engine_h200 import LLAMA_3_8B, SMOKE, is_decoding, make_model
-from benchmarks.harness import machine
+from benchmarks.bench_engine_h200 import (
+    LLAMA_3_8B,
+    SMOKE,
+    decode_all,
+    is_decoding,
+    make_model,
+)
+from benchmarks.harness import capture, replay_seconds, run_record
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.request import SamplingParams
 from vllm_kernels.hf.tensor_parallel import group_of_model
@@ -50,11 +60,6 @@ def load(folder: Path, ranks: int) -> PreTrainedModel:
     ).eval()
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def prompts_of(model: PreTrainedModel, batch: int, length: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.vocab_size, (batch, length), generator=generator).tolist()
@@ -64,38 +69,23 @@ def graph_ms(call: Callable[[], object]) -> float | None:
     """Median time of a call in a CUDA graph, with as many replays on every rank."""
     if not torch.cuda.is_available():
         return None
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-    samples = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end))
-    return median(samples)
+    graph = capture(call)
+    return 1e3 * median(replay_seconds(graph) for _ in range(REPLAYS))
 
 
 def decode_step(model: PreTrainedModel, batch: int, context: int) -> dict[str, float | None]:
     """Times of a step in ms."""
-    blocks = batch * (-(-(context + 3 * STEPS) // 16) + 1) + 16
+    passes = -(-batch * context // 4096)  # of the prompts
+    tokens = passes + STEPS + 30
+    length = context + tokens
     with Engine(
-        model, max_batch_size=batch, max_batch_tokens=4096, max_length=context + 3 * STEPS,
-        num_blocks=blocks, prefix_caching=False,
+        model, max_batch_size=batch, max_batch_tokens=4096, max_length=length,
+        num_blocks=batch * (-(-length // 16) + 1) + 16, prefix_caching=False,
     ) as engine:  # fmt: skip
-        params = SamplingParams(max_tokens=STEPS + 90, ignore_eos=True)
-        for prompt in prompts_of(model, batch, context - STEPS):
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        for prompt in prompts_of(model, batch, context - STEPS // 2):
             engine.add_request(prompt, params)
-        while not is_decoding(engine, batch):
-            engine.step()
+        decode_all(engine, batch)
         for _ in range(15):
             engine.step()
         samples = []
@@ -103,7 +93,7 @@ def decode_step(model: PreTrainedModel, batch: int, context: int) -> dict[str, f
             start = time.perf_counter()
             engine.step()
             samples.append(1e3 * (time.perf_counter() - start))
-        synchronize()
+        assert is_decoding(engine, batch)
         packed = engine._packed
         with torch.inference_mode():
             step = packed._single_step(batch, False)
@@ -178,46 +168,57 @@ def compare(name: str, one: list[Text], other: list[Text]) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--make", action="store_true")
-    parser.add_argument("--compare", type=Path, nargs=2)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=64, help="of each text")
-    parser.add_argument("--smoke", action="store_true", help="with --make: a tiny model")
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    if asked.make:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        make_model(device, SMOKE if asked.smoke else LLAMA_3_8B).save_pretrained(asked.folder)
-        return
-    if asked.compare:
-        one, other = (json.loads(path.read_text()) for path in asked.compare)
-        compare("other splits", one["texts"], one["split"])
-        compare(f"{other['ranks']} ranks", one["texts"], other["texts"])
-        return
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+def make(folder: Path, smoke: bool) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    make_model(device, SMOKE if smoke else LLAMA_3_8B).save_pretrained(folder)
+
+
+def measure(asked: argparse.Namespace) -> None:
+    ranks, rank = (int(os.environ.get(name, at)) for name, at in (("WORLD_SIZE", 1), ("RANK", 0)))
     model = load(asked.folder, ranks)
-    result: dict[str, Any] = {
-        "machine": machine(model.device.type), "ranks": ranks, "command": " ".join(sys.argv),
-    }  # fmt: skip
-    result["steps"] = {}
+    result = run_record(model.device.type) | {"steps": {}}
     for batch in asked.batch:
         result["steps"][batch] = step = decode_step(model, batch, asked.context)
-        if int(os.environ.get("RANK", "0")) == 0:
+        if rank == 0:
             shown = {name: value and round(value, 3) for name, value in step.items()}
             print(f"{ranks} ranks, {batch} x {asked.context}, ms: {shown}", flush=True)
     length = asked.context - asked.tokens
     result["texts"] = texts(model, length, asked.tokens)
     if ranks == 1:
+        result["unfused"] = texts(model, length, asked.tokens, fused=False)
         with other_splits():
             result["split"] = texts(model, length, asked.tokens, fused=False)
-    if int(os.environ.get("RANK", "0")) == 0 and asked.json:
+        compare("other layers", result["texts"], result["unfused"])
+        compare("other splits", result["unfused"], result["split"])
+    if rank == 0 and asked.json:
         asked.json.write_text(json.dumps(result))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", help="a checkpoint; none: a tiny model")
+    parser.add_argument("--make", action="store_true", help="writes random weights to the folder")
+    parser.add_argument("--compare", type=Path, nargs=2, help="the files of one process, and of N")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64], help="sequences")
+    parser.add_argument("--context", type=int, default=2048, help="tokens")
+    parser.add_argument("--tokens", type=int, default=64, help="of each text")
+    parser.add_argument("--smoke", action="store_true", help="with --make: a tiny model")
+    parser.add_argument("--json", type=Path, help="for --compare")
+    asked = parser.parse_args()
+    if asked.compare:
+        one, other = (json.loads(path.read_text()) for path in asked.compare)
+        compare(f"{other['ranks']} ranks", one["texts"], other["texts"])
+    elif asked.folder is None:
+        with tempfile.TemporaryDirectory() as folder:
+            asked.folder, asked.batch, asked.context, asked.tokens = Path(folder), [4], 200, 16
+            make(asked.folder, smoke=True)
+            measure(asked)
+    elif asked.make:
+        make(asked.folder, asked.smoke)
+    else:
+        measure(asked)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,6 +41,22 @@ def machine(device: str) -> str:
     )
 
 
+def run_record(device: str) -> dict[str, Any]:
+    """What a file of figures says of its run: machine, number of ranks, command, NCCL's options."""
+    return {
+        "machine": machine(device),
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "command": " ".join(sys.argv),
+        "NCCL": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
+    }
+
+
+def synchronize(device: str) -> None:
+    """Waits for the device. A CPU is never behind."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def copies_for(device: str, bytes_per_call: int, rotate: bool = True) -> int:
     """How many sets of buffers to rotate through."""
     return max(1, -(-CACHE_BYTES[device] // max(bytes_per_call, 1))) if rotate else 1
@@ -56,29 +74,44 @@ def _time_cpu(call: Callable[[int], object], copies: int, seconds: float) -> lis
     return samples
 
 
-def _time_cuda(call: Callable[[int], object], copies: int, seconds: float) -> list[float]:
-    calls = max(copies, 20)  # a graph long enough that its own launch does not count
+def capture(
+    call: Callable[[], object], warm_up: Callable[[], object] | None = None
+) -> torch.cuda.CUDAGraph:
+    """Captures a call in a CUDA graph, after ``warm_up``. None: the call twice."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for i in range(min(copies, 3)):
-            call(i)
+        for each in (call, call) if warm_up is None else (warm_up,):
+            each()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            call(i % copies)
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Time of one replay, by events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def _time_cuda(call: Callable[[int], object], copies: int, seconds: float) -> list[float]:
+    calls = max(copies, 20)  # a graph long enough that its own launch does not count
+    graph = capture(
+        lambda: [call(i % copies) for i in range(calls)],
+        lambda: [call(i) for i in range(min(copies, 3))],
+    )
     graph.replay()
     torch.cuda.synchronize()
     samples: list[float] = []
     began = time.perf_counter()
     while len(samples) < 7 or time.perf_counter() - began < seconds:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e-3 / calls)
+        samples.append(replay_seconds(graph) / calls)
     return samples
 
 
