@@ -56,7 +56,8 @@ struct HighestRange {
 __device__ __forceinline__ HighestRange range_of_highest(SelectShared& shared, uint32_t highest) {
   constexpr uint32_t kAll = 0xffffffffu;
   const bool counts = highest > kOrderedMinusInfinity;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int thread = opaque(threadIdx.x);  // keeps no address in registers
+  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
   const uint32_t most = __reduce_max_sync(kAll, highest);
   const uint32_t fewest = __reduce_min_sync(kAll, counts ? highest : kAll);
   if (lane == 0) shared.warp_keys[warp] = uint64_t{most} << 32 | fewest;
@@ -105,15 +106,33 @@ __device__ __forceinline__ void send_few(SelectShared& shared, const Slice& slic
     quotient = quotient_of(edge, temperature);
   }
   const float lowest = lowest_with_quotient(quotient, temperature);
-  if (highest >= lowest) {
-    uint64_t* keys = Cluster::peer(few_keys(shared), 0) + Cluster::rank() * kFewRoom<Cluster>;
-    for_each_own<T>(slice, [&](uint32_t word, int index) {
-      const float logit = bits_as<float>(word);
-      if (!(logit >= lowest)) return;
-      const int at = atomicAdd(&shared.list.sizes[0], 1);
-      if (at < kFewRoom<Cluster>) keys[at] = max_key(ordered_bits(logit), slice.begin + index);
-    });
-  }
+  uint64_t* keys = Cluster::peer(few_keys(shared), 0) + Cluster::rank() * kFewRoom<Cluster>;
+  const int lane = threadIdx.x % kWarpSize;
+  constexpr uint32_t kAll = 0xffffffffu;
+  const uint32_t lower_lanes = (1u << lane) - 1;
+  const auto list = [&](const float4& quad, int index) {
+    const float logits[4] = {quad.x, quad.y, quad.z, quad.w};
+    uint32_t listed[4];
+    int number = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      listed[i] = __ballot_sync(kAll, logits[i] >= lowest);
+      number += __popc(listed[i]);
+    }
+    if (number == 0) return;
+    int place = 0;
+    if (lane == 0) place = atomicAdd(&shared.list.sizes[0], number);
+    place = __shfl_sync(kAll, place, 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = place + __popc(listed[i] & lower_lanes);
+      if (logits[i] >= lowest && at < kFewRoom<Cluster>) {
+        keys[at] = max_key(ordered_bits(logits[i]), slice.begin + index + i);
+      }
+      place += __popc(listed[i]);
+    }
+  };
+  for_each_of_loaders<T>(slice, __ballot_sync(kAll, highest >= lowest), list);
   __syncthreads();
   if (threadIdx.x >= Cluster::kSize) return;
   *Cluster::peer(&shared.few[Cluster::rank()], static_cast<int>(threadIdx.x)) = {

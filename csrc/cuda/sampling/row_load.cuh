@@ -224,6 +224,37 @@ __device__ __forceinline__ void for_each_own(const Slice& slice, const Body& bod
   }
 }
 
+// body(quad, index of its first token in the slice) for the tokens that the lanes of `loaders` of
+// the calling warp loaded. All lanes call it; each has a quad of one of four loaders, or -inf.
+// Behind load_logits() only.
+template <typename T, typename Body>
+__device__ __forceinline__ void for_each_of_loaders(const Slice& slice, uint32_t loaders,
+                                                    const Body& body) {
+  constexpr int kAtOnce = 4, kWidth = kVecWidth<T>, kQuads = kWidth / 4;
+  const int lane = threadIdx.x % kWarpSize, warp_begin = static_cast<int>(threadIdx.x) - lane;
+  const int quad = lane / kAtOnce;
+#pragma unroll 1
+  while (loaders != 0) {
+    int loader = -1;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (lane % kAtOnce == i) loader = __ffs(static_cast<int>(loaders)) - 1;
+      loaders &= loaders - 1;
+    }
+    int at = (warp_begin + loader + quad / kQuads * kRowThreads) * kWidth + quad % kQuads * 4;
+#pragma unroll 1
+    for (int first = 0; first < slice.size; first += kWarpSize * kRowThreads) {
+      constexpr float kNone = -INFINITY;
+      float4 logits = make_float4(kNone, kNone, kNone, kNone);
+      if (loader >= 0 && at < slice.size) {
+        logits = reinterpret_cast<const float4*>(slice.ordered)[at / 4];
+      }
+      body(logits, at);
+      at += kWarpSize * kRowThreads;
+    }
+  }
+}
+
 // The memory of the CTA's slice: shared in a cluster, else its part of `scratch`.
 template <typename Cluster>
 __device__ __forceinline__ uint32_t* slice_memory(uint32_t* scratch, int64_t row, int tokens) {

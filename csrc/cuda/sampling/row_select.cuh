@@ -50,7 +50,9 @@ struct SelectShared {
   FewOfCta few[kClusterSize];
   // Of sample(). Reading them in global memory where they are used would take longer.
   SampleRow request;
+  Changes changes;
   Penalties penalties;
+  uint32_t stale[kRowWarps];        // per warp: threads whose highest logit may have changed
   uint64_t cta_keys[kClusterSize];  // the highest key of each CTA
   uint64_t warp_keys[kRowWarps];
   uint64_t warp_sums[kRowWarps];

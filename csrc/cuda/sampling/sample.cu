@@ -1,7 +1,7 @@
 // sample and top_k_top_p_mask_ (ops/sampling/sample.h), one launch: a cluster of CTAs per row.
 //
-//   grid      a cluster of 8 CTAs per row on sm_90, each with an eighth of the row in shared
-//             memory; else one CTA per row, with the row in global scratch
+//   grid      a cluster of 8 CTAs per row from sm_90 on, each with an eighth of the row in shared
+//             memory; where that does not fit one CTA per row, with the row in global scratch
 //   reads     the logits once. The bitmask and, where all tokens need it, the temperature are
 //             applied on the way; bias and penalties, which are sparse, in shared memory
 //   few       a small top-k: the first CTA gets a list of candidates (row_few.cuh; row_list.cuh
@@ -23,24 +23,34 @@ namespace {
 constexpr uint32_t kAllTies = 0xffffffffu;
 
 // Begins to bring the bias of a sample into L2, and its token counts into shared memory, one for
-// each thread; more than kRowThreads into L2. Returns whether the sample has any.
-__device__ __forceinline__ bool prefetch_changes(const SampleParams& p, int64_t sample,
-                                                 SelectShared& shared) {
+// each thread; more than kRowThreads into L2.
+__device__ __forceinline__ void begin_changes(const SampleParams& p, int sample,
+                                              SelectShared& shared) {
+  const Changes changes = Changes::of(p, sample);
+  const auto& [bias, counts] = changes;
+  if (threadIdx.x == kWarpSize) shared.changes = changes;
+  if (threadIdx.x == 2 * kWarpSize) shared.penalties = Penalties::read(p, sample);
   const auto prefetch = [](const auto& lists, int64_t i, int64_t end) {
     if (i >= end) return;
     prefetch_l2(lists.tokens + i);
     prefetch_l2(lists.values + i);
   };
-  const auto bias = p.bias.of(sample);
-  const auto counts = p.counts.of(sample);
-  prefetch(p.bias, bias.begin + threadIdx.x, bias.end);
   const int64_t i = counts.begin + threadIdx.x;
   if (i < counts.end) {
     copy4_async(shared_address(&shared.list.tokens[threadIdx.x]), p.counts.tokens + i);
     copy4_async(shared_address(&shared.list.ordered[threadIdx.x]), p.counts.values + i);
   }
   prefetch(p.counts, i + kRowThreads, counts.end);
-  return bias.begin < bias.end || counts.begin < counts.end;
+  prefetch(p.bias, bias.begin + threadIdx.x, bias.end);
+}
+
+// Begins to bring the slice's words of a mask into L2.
+__device__ __forceinline__ void prefetch_mask(const Bitmask& mask, const int32_t* words,
+                                              const Slice& slice) {
+  constexpr int kLine = 128 / sizeof(int32_t);
+  const int at = slice.begin / 32 + static_cast<int>(threadIdx.x) * kLine;
+  const int end = min((slice.begin + slice.size + 31) / 32, static_cast<int>(mask.num_words));
+  if (words != nullptr && at < end) prefetch_l2(words + at);
 }
 
 // Begins to bring the slice into L2: the request, which tells how to load it, takes as long to
@@ -55,19 +65,25 @@ __device__ __forceinline__ void prefetch_slice(const LogitRows& logits, int64_t 
   }
 }
 
-// Adds the bias and the penalties to a slice, which other threads wrote. logit_of(word of the
+// Adds the bias and the penalties to a slice, which other threads loaded. Thread i has loaded at
+// most tops[i]. Marks it in shared.stale where that may no longer be right. logit_of(word of the
 // slice), word_of(logit).
-template <typename LogitOf, typename WordOf>
-__device__ __forceinline__ void change_logits(const SampleParams& p, int64_t sample,
-                                              const SelectShared& shared, const Slice& slice,
+template <typename T, typename LogitOf, typename WordOf>
+__device__ __forceinline__ void change_logits(const SampleParams& p, SelectShared& shared,
+                                              const float* tops, const Slice& slice,
                                               const LogitOf& logit_of, const WordOf& word_of) {
   const auto change = [&](int32_t token, const auto& changed) {
-    const int64_t at = int64_t{token} - slice.begin;
-    if (at < 0 || at >= slice.size) return;
-    slice.ordered[at] = word_of(changed(logit_of(slice.ordered[at])));
+    const int64_t offset = int64_t{token} - slice.begin;
+    if (offset < 0 || offset >= slice.size) return;
+    const int at = static_cast<int>(offset);
+    const float before = logit_of(slice.ordered[at]), after = changed(before);
+    slice.ordered[at] = word_of(after);
+    const int loader = at / kVecWidth<T> % kRowThreads;
+    const float top = tops[loader];
+    if (before < top && after < top) return;
+    atomicOr(&shared.stale[loader / kWarpSize], 1u << loader % kWarpSize);
   };
-  __syncthreads();
-  const auto bias = p.bias.of(sample);
+  const auto bias = shared.changes.bias;
   if (bias.begin < bias.end) {
 #pragma unroll 1
     for (int64_t i = bias.begin + threadIdx.x; i < bias.end; i += kRowThreads) {
@@ -76,7 +92,7 @@ __device__ __forceinline__ void change_logits(const SampleParams& p, int64_t sam
     }
     __syncthreads();
   }
-  const auto counts = p.counts.of(sample);
+  const auto counts = shared.changes.counts;
   const auto penalize = [&](int32_t token, int32_t count) {
     change(token, [&](float logit) { return shared.penalties.apply(logit, count); });
   };
@@ -93,16 +109,22 @@ __device__ __forceinline__ void change_logits(const SampleParams& p, int64_t sam
   __syncthreads();
 }
 
+// Whether change_logits() marked this thread.
+__device__ __forceinline__ bool is_stale(const SelectShared& shared) {
+  const int thread = opaque(threadIdx.x);  // keeps no address in registers
+  return (shared.stale[thread / kWarpSize] >> thread % kWarpSize & 1) != 0;
+}
+
 // Loads the slice as ordered bits of the final logits. Returns the thread's highest token. Bias and
 // penalties come before the temperature.
 template <typename T>
-__device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sample,
+__device__ __forceinline__ Highest load_row(const SampleParams& p, int sample,
                                             const SampleRow& request, bool aligned,
                                             const Slice& slice, SelectShared& shared) {
-  const bool sparse = prefetch_changes(p, sample, shared);
+  const bool sparse = p.has_lists() && Changes::of(p, sample).any();
+  const int32_t* words = p.bitmask.of(sample);
   const float temperature = request.temperature;
   const bool divides = temperature != 1.0f;
-  const int32_t* words = p.bitmask.of(sample);
   Highest highest;
   load_slice<T>(
       p.logits, p.row_of(sample), aligned, slice, !request.greedy || sparse,
@@ -112,13 +134,16 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
         if (divides && !sparse) logit = logit / temperature;
         return ordered_bits(logit);
       },
-      [&](uint32_t ordered, int token) {
-        if (!sparse) highest.visit(ordered, token);
-      });
+      [&](uint32_t ordered, int token) { highest.visit(ordered, token); });
   if (!sparse) return highest;
-  change_logits(
-      p, sample, shared, slice, [](uint32_t ordered) { return from_ordered_bits(ordered); },
+  auto* tops = reinterpret_cast<float*>(shared.bins[1].low);
+  tops[threadIdx.x] = from_ordered_bits(highest.ordered);
+  __syncthreads();
+  change_logits<T>(
+      p, shared, tops, slice, [](uint32_t ordered) { return from_ordered_bits(ordered); },
       [](float logit) { return ordered_bits(logit); });
+  if (!divides && !is_stale(shared)) return highest;
+  highest = {};
   for_each_own<T>(slice, [&](uint32_t ordered, int index) {
     if (index >= slice.size) return;
     if (divides) {
@@ -133,15 +158,19 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
 // Loads the slice as bits of the logits that load_row() would divide by the temperature. Returns
 // the thread's highest; NaN if one is NaN.
 template <typename T>
-__device__ __forceinline__ float load_undivided(const SampleParams& p, int64_t sample, bool aligned,
+__device__ __forceinline__ float load_undivided(const SampleParams& p, int sample, bool aligned,
                                                 const Slice& slice, SelectShared& shared) {
-  const bool sparse = prefetch_changes(p, sample, shared);
   float highest =
       load_logits<T>(p.logits, p.row_of(sample), aligned, slice, {p.bitmask, p.bitmask.of(sample)});
-  if (!sparse) return highest;
-  change_logits(
-      p, sample, shared, slice, [](uint32_t word) { return bits_as<float>(word); },
+  if (!p.has_lists()) return highest;
+  auto* tops = reinterpret_cast<float*>(shared.bins[0].low);
+  tops[threadIdx.x] = highest;
+  __syncthreads();
+  if (!shared.changes.any()) return highest;
+  change_logits<T>(
+      p, shared, tops, slice, [](uint32_t word) { return bits_as<float>(word); },
       [](float logit) { return bits_as<uint32_t>(logit); });
+  if (!is_stale(shared)) return highest;
   highest = -INFINITY;
   for_each_own<T>(slice,
                   [&](uint32_t word, int) { highest = max_or_nan(highest, bits_as<float>(word)); });
@@ -262,6 +291,12 @@ __device__ __forceinline__ bool wants_nucleus(const SampleParams& p, const Sampl
          !request.counts(p.logits.vocab_size) && request.temperature <= kMaxNucleusTemperature;
 }
 
+// Whether find_undivided() loads a row, which greedy ones are not.
+template <typename T, typename Cluster>
+__device__ __forceinline__ bool loads_undivided(const SampleParams& p, const SampleRow& request) {
+  return wants_few<T, Cluster>(p, request) || wants_nucleus<Cluster>(p, request);
+}
+
 // What is known of a row before the draw.
 struct FoundRow {
   int size = INT32_MAX;  // of the first CTA's list; above kRowThreads: there is none
@@ -273,7 +308,7 @@ struct FoundRow {
 // A row without a top-k, of which a token is drawn, or with a small one, which gets a list. Finds
 // nothing if the lists do not suffice, or if the row is not finite.
 template <typename T, typename Cluster>
-__device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_t sample,
+__device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int sample,
                                                    const Slice& slice, bool aligned,
                                                    SelectShared& shared) {
   const float highest = load_undivided<T>(p, sample, aligned, slice, shared);
@@ -302,33 +337,34 @@ __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int64_
   return found;
 }
 
-// Any row. loaded: find_undivided() found nothing, and the slice has what that loaded.
+// Any row of which find_undivided() found nothing. If it was tried, the slice has what it loaded.
+// Few parameters are passed, and some are read again: registers are short.
 template <typename T, typename Cluster>
-__device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t sample,
-                                             const SampleRow& asked, bool loaded,
+__device__ __forceinline__ FoundRow find_row(const SampleParams& p, int sample, bool greedy,
                                              const Slice& slice, bool aligned, SelectShared& shared,
                                              BinSets& sets) {
-  SampleRow request = asked;
-  if (!asked.greedy) {
+  SampleRow request = SampleRow::greedy_row(p.logits.vocab_size);
+  if (!greedy) {
     clear(shared.bins[0]);
     prepare_list(shared);
     __syncthreads();
     request = shared.request;
   }
-  const bool lists =
-      p.tokens != nullptr && request.counts(p.logits.vocab_size) && request.top_k <= kMaxListed;
+  const bool loaded = loads_undivided<T, Cluster>(p, request);
   Highest highest;
   if (loaded) {
     highest = divide_row<T>(slice, request.temperature);
   } else {
     highest = load_row<T>(p, sample, request, aligned, slice, shared);
   }
+  const int top_k = greedy ? p.logits.vocab_size : shared.request.top_k;
+  const bool lists = p.tokens != nullptr && top_k < p.logits.vocab_size && top_k <= kMaxListed;
   if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
   if (!loaded) Cluster::wait();
   post_max_key<Cluster>(shared, highest.key());
   FoundRow found;
   if (lists) {
-    found.size = list_highest<T, Cluster>(shared, sets, slice, highest.ordered, request.top_k);
+    found.size = list_highest<T, Cluster>(shared, sets, slice, highest.ordered, top_k);
   } else {
     Cluster::sync();
   }
@@ -341,24 +377,22 @@ __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int64_t samp
 // Returns whether other CTAs may still read this CTA's shared memory. It has then arrived at a last
 // barrier of the cluster.
 template <typename T, typename Cluster>
-__device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample,
-                                           const Slice& slice, bool aligned, SelectShared& shared) {
+__device__ __forceinline__ bool sample_row(const SampleParams& p, int sample, const Slice& slice,
+                                           bool aligned, SelectShared& shared) {
   Cluster::begin();
   prepare_list(shared);
   const SampleRow asked = SampleRow::read(p, sample);
-  if (threadIdx.x == 0) {
-    shared.request = asked;
-    if (p.counts.indptr != nullptr) shared.penalties = Penalties::read(p, sample);
-  }
+  if (p.has_lists()) begin_changes(p, sample, shared);
+  if (p.bitmask.words != nullptr) prefetch_mask(p.bitmask, p.bitmask.of(sample), slice);
+  if (threadIdx.x == 0) shared.request = asked;
   BinSets sets;
   FoundRow found;
-  const bool loaded = wants_few<T, Cluster>(p, asked) || wants_nucleus<Cluster>(p, asked);
-  if (loaded) {
+  if (loads_undivided<T, Cluster>(p, asked)) {
     found = find_undivided<T, Cluster>(p, sample, slice, aligned, shared);
     if (found.drawn) return true;
   }
   if (found.size > kRowThreads) {
-    found = find_row<T, Cluster>(p, sample, asked, loaded, slice, aligned, shared, sets);
+    found = find_row<T, Cluster>(p, sample, asked.greedy, slice, aligned, shared, sets);
   }
   const SampleRow& request = shared.request;
   const bool is_first_cta = Cluster::rank() == 0;
@@ -391,7 +425,7 @@ __device__ __forceinline__ void sample_cluster(const SampleParams& p, int tokens
   __shared__ SelectShared shared;
   launch_dependents();
   wait_for_primary_kernel();
-  const int64_t sample = blockIdx.x / Cluster::kSize;
+  const int sample = blockIdx.x / Cluster::kSize;
   const int64_t row = p.row_of(sample);
   if (row < 0 || row >= p.logits.num_rows) {
     if (Cluster::rank() == 0 && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = -1;

@@ -95,6 +95,9 @@ struct SampleParams {
   VLLM_KERNELS_INLINE int64_t row_of(int64_t sample) const {
     return rows == nullptr ? sample : rows[sample];
   }
+  VLLM_KERNELS_INLINE bool has_lists() const {
+    return bias.indptr != nullptr || counts.indptr != nullptr;
+  }
 };
 
 // The parameters of one sample.
@@ -105,6 +108,10 @@ struct SampleRow {
   float top_p;    // 1: all
   float min_p;    // 0: all
 
+  // The first of the highest tokens.
+  VLLM_KERNELS_INLINE static SampleRow greedy_row(int32_t vocab_size) {
+    return {1.0f, true, vocab_size, 1.0f, 0.0f};
+  }
   VLLM_KERNELS_INLINE static SampleRow read(const SampleParams& p, int64_t sample) {
     SampleRow row;
     const float none = p.tokens != nullptr ? 0.0f : 1.0f;
@@ -155,6 +162,19 @@ struct Penalties {
     if (count <= 0) return logit;
     logit = M::add(logit, -M::multiply(frequency, static_cast<float>(count)));
     return M::add(logit, -presence);
+  }
+};
+
+// The entries that change single logits of one sample.
+struct Changes {
+  TokenLists<float>::Range bias;
+  TokenLists<int32_t>::Range counts;
+
+  VLLM_KERNELS_INLINE static Changes of(const SampleParams& p, int64_t sample) {
+    return {p.bias.of(sample), p.counts.of(sample)};
+  }
+  VLLM_KERNELS_INLINE bool any() const {
+    return bias.begin < bias.end || counts.begin < counts.end;
   }
 };
 
