@@ -76,7 +76,10 @@ def pool(shards: int, seqs: int, tokens: int, device: str) -> tuple[Tensor, Tens
 
 
 def in_one_process(seqs: int, tokens: int, device: str) -> None:
-    """Times shards in turn, one shard beside as many tokens of one rank, and merges."""
+    """Times shards in turn, one shard beside as many tokens of one rank, and merges.
+
+    The window of "1 of N, window" has all tokens: it costs the positions of a shard's tokens alone.
+    """
     query = torch.randn(seqs, HEADS, SIZE, dtype=torch.bfloat16, device=device)
     lens = torch.full((seqs,), tokens, dtype=torch.int32, device=device)
     arms: dict[str, Callable[[int], object]] = {}
@@ -92,6 +95,14 @@ def in_one_process(seqs: int, tokens: int, device: str) -> None:
         arms[f"1 of {shards}, lse"] = lambda _, c=cache, n=local: paged_attention(  # type: ignore[misc]
             query, *(x[0] for x in c), n[0], layout="HND", return_lse=True
         )
+        arms[f"1 of {shards}, seq_lens"] = lambda _, c=cache, n=local, k=shards: paged_attention(  # type: ignore[misc]
+            query, *(x[0] for x in c), n[0], layout="HND", return_lse=True,
+            total_seq_lens=lens, shards=k,
+        )  # fmt: skip
+        arms[f"1 of {shards}, window"] = lambda _, c=cache, n=local, k=shards: paged_attention(  # type: ignore[misc]
+            query, *(x[0] for x in c), n[0], layout="HND", return_lse=True,
+            total_seq_lens=lens, shards=k, sliding_window=tokens,
+        )  # fmt: skip
         arms[f"1/{shards} of tokens"] = lambda _, n=local: paged_attention(  # type: ignore[misc]
             query, *whole, n[0], layout="HND"
         )
@@ -104,7 +115,7 @@ def in_one_process(seqs: int, tokens: int, device: str) -> None:
     times = medians(arms, device, 1)
     print(f"{seqs} sequences of {tokens} tokens")
     for name, seconds in times.items():
-        print(f"{name:16} {seconds * 1e6:9.1f} us, {seconds / times['one rank']:.3f}")
+        print(f"{name:18} {seconds * 1e6:9.1f} us, {seconds / times['one rank']:.3f}")
 
 
 def pages_of(rows: Tensor) -> tuple[Tensor, Tensor]:

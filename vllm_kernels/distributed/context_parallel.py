@@ -258,11 +258,12 @@ class ContextParallel:
         )
         num_own = (key is not None) + (sinks is not None)
         if self.group is None:
-            parts = _new_parts(query, self.size + num_own)
+            parts, lses = _new_parts(query, self.size + num_own), []
             for rank, cache in enumerate(caches):
                 if seq_lens is not None:
                     options["shard"] = rank
-                _, parts.lse[rank] = paged_attention(query, *cache, out=parts.out[rank], **options)
+                lses.append(paged_attention(query, *cache, out=parts.out[rank], **options)[1])
+            torch.stack(lses, out=parts.lse[: self.size])
         else:
             if seq_lens is not None:
                 options["shard"] = self._ranks[0]

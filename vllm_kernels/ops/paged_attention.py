@@ -293,7 +293,8 @@ def paged_attention(
             in shard ``t // interleave % shards``. They count the tokens of all shards, and seq_lens
             those of this one that are in the cache. The mask, windows and ALiBi then go by
             positions in the whole sequence. The query tokens are its last ones, whether this shard
-            has them or not. Not with a tree_mask. On CUDA prompts run on the decode kernels.
+            has them or not. Not with tree_mask or kv_indptr. On CUDA prompts run on the decode
+            kernels.
         shards, shard, interleave: with total_seq_lens: the number of shards up to 65,536, the index
             of this one, and how many tokens in a row are in the same shard, a power of two up to
             16,384.
