@@ -42,14 +42,12 @@ DEVICES = [
 
 
 def start(
-    folder: Path, case: str, torchrun: bool = False, device: str = "cpu"
+    folder: Path, case: str, torchrun: bool = False, device: str = "cpu", size: int = 2
 ) -> list[subprocess.Popen[str]]:
-    """Starts two ranks of the worker."""
+    """Starts ``size`` ranks of the worker."""
     command = [sys.executable]
-    ranks: tuple[int, ...] = (0, 1)
     if torchrun:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        ranks = (0,)
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -60,36 +58,36 @@ def start(
             [*command, WORKER, case, str(folder), device], text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env=os.environ | address | {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
                 "VLLM_KERNELS_TP_TIMEOUT": str(LIMIT), "OMP_NUM_THREADS": "1",
             },
         )
-        for rank in ranks
+        for rank in range(1 if torchrun else size)
     ]  # fmt: skip
 
 
 def results(
-    folder: Path, case: str, torchrun: bool = False, device: str = "cpu"
+    folder: Path, case: str, torchrun: bool = False, device: str = "cpu", size: int = 2
 ) -> list[list[dict[str, Any]]]:
     """Returns what each rank of a case wrote."""
-    processes = start(folder, case, torchrun, device)
+    processes = start(folder, case, torchrun, device, size)
     try:
         printed = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    paths = [folder / f"{case}.{rank}" for rank in (0, 1)]
+    paths = [folder / f"{case}.{rank}" for rank in range(size)]
     assert paths[0].exists(), "\n".join(printed)[-4000:]
     lines = [path.read_text().splitlines() if path.exists() else [] for path in paths]
     return [[json.loads(line) for line in of_rank] for of_rank in lines]
 
 
-def save(folder: Path, names: tuple[str, ...]) -> list[list[int]]:
+def save(folder: Path, names: tuple[str, ...], **config: int) -> list[list[int]]:
     """Saves models and prompts for the worker. Returns the prompts."""
     texts = prompts((5, 19, 33, 8, 70))
     for name in names:
         biases = {"attention_bias": True, "mlp_bias": True} if name == "llama" else {}
-        model = tiny_model(name, **biases)
+        model = tiny_model(name, **biases, **config)
         for parameter, tensor in model.named_parameters():
             if parameter.endswith("bias"):  # 0 in a new model
                 torch.nn.init.normal_(tensor, std=0.2)
@@ -123,6 +121,25 @@ def test_tokens_of_two_ranks(tmp_path: Path, device: str) -> None:
     for line in ranks[0]:
         assert line["tokens"] == expected[line["model"]], line["model"]
         assert line["blocks"] == 160  # rank 1 has room for 161
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs"),
+        ),
+    ],
+)
+def test_tokens_of_four_ranks(tmp_path: Path, device: str) -> None:
+    texts = save(tmp_path, ("llama", "qwen3"), num_key_value_heads=4)
+    ranks = results(tmp_path, "models", True, device, size=4)
+    assert all(rank == ranks[0] for rank in ranks)
+    assert {line["model"] for line in ranks[0]} == {"llama", "qwen3"}
+    for line in ranks[0]:
+        assert line["tokens"] == alone(tmp_path, line["model"], texts, device), line["model"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
