@@ -79,6 +79,7 @@ def in_one_process(seqs: int, tokens: int, device: str) -> None:
     """Times shards in turn, one shard beside as many tokens of one rank, and merges.
 
     The window of "1 of N, window" has all tokens: it costs the positions of a shard's tokens alone.
+    A bare sum reads and writes what a merge does, without the weights.
     """
     query = torch.randn(seqs, HEADS, SIZE, dtype=torch.bfloat16, device=device)
     lens = torch.full((seqs,), tokens, dtype=torch.int32, device=device)
@@ -112,6 +113,7 @@ def in_one_process(seqs: int, tokens: int, device: str) -> None:
         arms[f"merge of {shards}"] = lambda _, o=out, x=partials, y=lses: combine_attn_partials(  # type: ignore[misc]
             o, x, y
         )
+        arms[f"bare sum of {shards}"] = lambda _, o=out, x=partials: torch.sum(x, 0, out=o)  # type: ignore[misc]
     times = medians(arms, device, 1)
     print(f"{seqs} sequences of {tokens} tokens")
     for name, seconds in times.items():
