@@ -2,95 +2,23 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from flashinfer_cases import (
+    HEADS,
+    KV_HEADS,
+    LENS,
+    PAGE,
+    SIZE,
+    Cache,
+    attention,
+    ints,
+    near,
+    workspace,
+)
 from helpers import needs_gpu, raises
-from torch import Tensor
 
 import vllm_kernels.compat.flashinfer as flashinfer
-
-PAGE, HEADS, KV_HEADS, SIZE = 16, 4, 2, 64
-LENS = [37, 0, 16, 5]
-
-
-def ints(*values: int, device: str = "cpu") -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    left: int = -1,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """q [n, heads, size], k and v [m, kv_heads, size] -> out, lse in base 2, in float64."""
-    q, k, v = (x.cpu().double() for x in (q, k, v))
-    group, positions = q.shape[1] // k.shape[1], torch.arange(q.shape[0]) + len(k) - len(q)
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(len(k)) - positions[:, None]
-    hidden = (distance > 0) & causal | (distance < -left) & (left >= 0)
-    scores = scores.masked_fill(hidden, -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.cpu().double()[:, None])
-    weights = torch.nan_to_num(torch.exp(scores - lse[..., None]))
-    return torch.einsum("hnm,mhd->nhd", weights, v), lse.t() / math.log(2)
-
-
-class Cache:
-    """A paged cache with a table in CSR form, and what each sequence has in it."""
-
-    def __init__(
-        self, device: str, dtype: torch.dtype, layout: str, lens: list[int], page: int = PAGE
-    ) -> None:
-        counts = [-(-length // page) for length in lens]
-        order = torch.randperm(sum(counts) + 2)
-        rows = torch.full((len(order), 2, page, KV_HEADS, SIZE), math.nan)
-        self.sequences, taken, ids = [], 0, []
-        for length, count in zip(lens, counts):
-            mine, taken = order[taken : taken + count], taken + count
-            tokens = torch.randn(2, count * page, KV_HEADS, SIZE)
-            tokens[:, length:] = math.nan
-            tokens = tokens.to(dtype).float()
-            rows[mine] = tokens.view(2, count, page, KV_HEADS, SIZE).transpose(0, 1)
-            ids += mine.tolist()
-            self.sequences.append(tokens[:, :length])
-        rows = rows.transpose(2, 3) if layout == "HND" else rows
-        self.both = rows.contiguous().to(device, dtype)
-        self.indptr = ints(0, *torch.tensor(counts).cumsum(0).tolist(), device=device)
-        self.indices = ints(*ids, -1, 2**30, device=device)
-        last = [n - max(0, count - 1) * page for n, count in zip(lens, counts)]
-        self.last = ints(*last, device=device)
-
-    def table(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.indptr, self.indices, self.last
-
-    def forms(self) -> list[Tensor | tuple[Tensor, Tensor]]:
-        return [self.both, (self.both[:, 0], self.both[:, 1])]
-
-
-def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
-    torch.testing.assert_close(got.cpu().double(), want, atol=bound, rtol=bound)
-
-
-def workspace(device: str) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device)
-
-
-@pytest.fixture(params=["NHD", "HND"])
-def kv_layout(request) -> str:
-    return request.param
 
 
 @pytest.mark.parametrize("page", [1, PAGE])
@@ -252,25 +180,6 @@ def test_merges_are_attention_over_all_keys(device, dtype):
     flashinfer.merge_state_in_place(out, lse, *parts[2], mask=mask)
     near(out[mask], whole[mask.cpu()], bound)
     assert torch.equal(out[~mask], before[~mask])
-
-
-@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
-def test_append(device, dtype, kv_layout, stored):
-    cache = Cache(device, stored or dtype, kv_layout, [37, 20])
-    new = torch.randn(2, 5, KV_HEADS, SIZE).to(device, dtype)
-    starts = ints(0, 3, 5, device=device)
-    lens = flashinfer.get_seq_lens(cache.indptr, cache.last, PAGE)
-    assert lens.tolist() == [37, 20]
-    batch, positions = flashinfer.get_batch_indices_positions(starts, lens, 5)
-    assert batch.tolist() == [0, 0, 0, 1, 1] and positions.tolist() == [34, 35, 36, 18, 19]
-    flashinfer.append_paged_kv_cache(
-        *new, batch, positions, cache.both, cache.indices, cache.indptr, cache.last, kv_layout
-    )
-    rows = cache.both.transpose(2, 3) if kv_layout == "HND" else cache.both
-    for i in range(5):
-        page, slot = divmod(int(positions[i]), PAGE)
-        block = int(cache.indices[int(cache.indptr[int(batch[i])]) + page])
-        assert torch.equal(rows[block, :, slot].float(), new[:, i].to(stored or dtype).float())
 
 
 def test_cuda_graph_wrapper_keeps_its_buffers(device):
