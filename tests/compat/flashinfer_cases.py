@@ -83,5 +83,14 @@ def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.cpu().double(), want, atol=bound, rtol=bound)
 
 
+def near_both(
+    got: tuple[Tensor, Tensor], want: list[tuple[Tensor, Tensor]], dtype: torch.dtype
+) -> None:
+    """out and lse of a call, and those of each sequence."""
+    near(got[0], torch.cat([out for out, _ in want]), dtype)
+    lse_dtype = dtype if dtype == torch.float32 else torch.bfloat16
+    near(got[1], torch.cat([lse for _, lse in want]), lse_dtype)
+
+
 def workspace(device: str) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device)
