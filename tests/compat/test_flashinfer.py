@@ -14,9 +14,10 @@ from flashinfer_cases import (
     attention,
     ints,
     near,
+    near_both,
     workspace,
 )
-from helpers import needs_gpu, raises
+from helpers import raises
 
 import vllm_kernels.compat.flashinfer as flashinfer
 
@@ -40,12 +41,7 @@ def test_decode(device, dtype, kv_layout, page, plan, calls, expected):
     want = [attention(q[i : i + 1], *kv, **expected) for i, kv in enumerate(cache.sequences)]
     for form in cache.forms():
         out, lse = wrapper.run(q, form, return_lse=True, **calls)
-        near(out, torch.cat([x for x, _ in want]), dtype)
-        near(
-            lse,
-            torch.cat([x for _, x in want]),
-            torch.bfloat16 if dtype != torch.float32 else dtype,
-        )
+        near_both((out, lse), want, dtype)
         assert torch.equal(wrapper.run(q, form, **calls), out)
     given, given_lse = torch.empty_like(out), torch.empty_like(lse)
     got = wrapper.run_return_lse(q, form, out=given, lse=given_lse, **calls)
@@ -68,15 +64,14 @@ def test_decode_with_sinks_and_a_value_scale(device, kv_layout):
     near(lse[0], attention(q[:1], *cache.sequences[0])[1][0], torch.float32)
 
 
-def test_decode_of_several_tokens(device, kv_layout):
-    cache = Cache(device, torch.float32, kv_layout, [37, 20])
-    q = torch.randn(6, HEADS, SIZE, device=device)
+@pytest.mark.parametrize("page", [1, PAGE])
+def test_decode_of_several_tokens(device, dtype, kv_layout, page):
+    cache = Cache(device, dtype, kv_layout, [37, 20], page)
+    q = torch.randn(6, HEADS, SIZE).to(device, dtype)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), kv_layout)
-    wrapper.plan(*cache.table(), HEADS, KV_HEADS, SIZE, PAGE)
-    out = wrapper.run(q, cache.both, q_len_per_req=3)
-    for i, kv in enumerate(cache.sequences):
-        want, _ = attention(q[3 * i : 3 * i + 3], *kv, causal=True)
-        near(out[3 * i : 3 * i + 3], want, torch.float32)
+    wrapper.plan(*cache.table(), HEADS, KV_HEADS, SIZE, page)
+    want = [attention(x, *kv, causal=True) for x, kv in zip(q.split(3), cache.sequences)]
+    near_both(wrapper.run(q, cache.both, q_len_per_req=3, return_lse=True), want, dtype)
 
 
 def test_fp8_caches(device, kv_layout):
@@ -88,55 +83,6 @@ def test_fp8_caches(device, kv_layout):
     scale = 0.5 * SIZE**-0.5
     want = [attention(q[i : i + 1], *kv, scale=scale)[0] for i, kv in enumerate(cache.sequences)]
     near(out, 0.25 * torch.cat(want), torch.float16)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("longest", [None, 7], ids=["any", "known"])
-def test_prefill(device, dtype, kv_layout, causal, longest):
-    cache = Cache(device, dtype, kv_layout, [37, 0, 16, 5])
-    counts = [7, 0, 1, 5]
-    starts = ints(0, 7, 7, 8, 13, device=device)
-    q = torch.randn(13, HEADS, SIZE).to(device, dtype)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), kv_layout)
-    wrapper.plan(starts, *cache.table(), HEADS, KV_HEADS, SIZE, PAGE, causal=causal,
-                 window_left=11, max_token_per_sequence=longest)  # fmt: skip
-    options = {"causal": causal, "left": 11}
-    want = [attention(x, *kv, **options) for x, kv in zip(q.split(counts), cache.sequences)]
-    for form in cache.forms():
-        out, lse = wrapper.run_return_lse(q, form)
-        near(out, torch.cat([x for x, _ in want]), dtype)
-        near(
-            lse,
-            torch.cat([x for _, x in want]),
-            torch.bfloat16 if dtype != torch.float32 else dtype,
-        )
-        assert torch.equal(wrapper.run(q, form), out)
-
-
-def test_a_plan_from_host_memory(device):
-    cache = Cache("cpu", torch.float32, "NHD", [37, 20])
-    q = torch.randn(5, HEADS, SIZE, device=device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
-    wrapper.plan(ints(0, 3, 5), *cache.table(), HEADS, KV_HEADS, SIZE, PAGE, causal=True)
-    out = wrapper.run(q, cache.both.to(device))
-    want = [attention(x, *kv, causal=True)[0] for x, kv in zip(q.split([3, 2]), cache.sequences)]
-    near(out, torch.cat(want), torch.float32)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_ragged_prefill(device, dtype, causal):
-    queries, keys = [3, 0, 4], [9, 2, 4]
-    q = torch.randn(7, HEADS, SIZE).to(device, dtype)
-    k, v = torch.randn(2, 15, KV_HEADS, SIZE).to(device, dtype)
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
-    wrapper.plan(ints(0, 3, 3, 7, device=device), ints(0, 9, 11, 15, device=device), HEADS,
-                 KV_HEADS, SIZE, causal=causal, logits_soft_cap=20.0)  # fmt: skip
-    parts = zip(q.split(queries), k.split(keys), v.split(keys))
-    want = [attention(*part, causal=causal, softcap=20.0) for part in parts]
-    out, lse = wrapper.run_return_lse(q, k, v)
-    near(out, torch.cat([x for x, _ in want]), dtype)
-    near(lse, torch.cat([x for _, x in want]), torch.bfloat16 if dtype != torch.float32 else dtype)
-    assert torch.equal(wrapper.run(q, k, v), out)
 
 
 def test_single_sequences(device, dtype, kv_layout):
@@ -152,13 +98,26 @@ def test_single_sequences(device, dtype, kv_layout):
             q, *lie, kv_layout=kv_layout, **options
         )
         near(lse, want_lse, torch.bfloat16 if dtype != torch.float32 else dtype)
-    want, want_lse = attention(q[:1], k, v)
-    out, lse = flashinfer.single_decode_with_kv_cache(
-        q[0], *lie, kv_layout=kv_layout, v_scale=2.0, return_lse=True
-    )
-    near(out, 2 * want[0], dtype)
-    near(lse, want_lse[0], torch.bfloat16 if dtype != torch.float32 else dtype)
-    assert flashinfer.single_decode_with_kv_cache(q[0], *lie, kv_layout).shape == q[0].shape
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, {}),
+        ({"window_left": 3}, {"left": 3}),
+        ({"logits_soft_cap": 5.0, "sm_scale": 0.3}, {"softcap": 5.0, "scale": 0.3}),
+        ({"q_scale": 0.5, "k_scale": 3.0}, {"scale": 1.5 * SIZE**-0.5}),
+    ],
+)
+def test_single_decode(device, dtype, kv_layout, options, expected):
+    q = torch.randn(HEADS, SIZE).to(device, dtype)
+    k, v = torch.randn(2, 9, KV_HEADS, SIZE).to(device, dtype)
+    lie = [x.transpose(0, 1).contiguous() if kv_layout == "HND" else x for x in (k, v)]
+    call = flashinfer.single_decode_with_kv_cache
+    out, lse = call(q, *lie, kv_layout, return_lse=True, **options)
+    near_both((out[None], lse[None]), [attention(q[None], k, v, **expected)], dtype)
+    assert torch.equal(call(q, *lie, kv_layout, **options), out)
+    assert torch.equal(call(q, *lie, kv_layout, v_scale=2.0, **options), 2 * out)
 
 
 def test_merges_are_attention_over_all_keys(device, dtype):
@@ -182,52 +141,6 @@ def test_merges_are_attention_over_all_keys(device, dtype):
     assert torch.equal(out[~mask], before[~mask])
 
 
-def test_cuda_graph_wrapper_keeps_its_buffers(device):
-    big, small = (
-        Cache(device, torch.float32, "NHD", [37, 20]),
-        Cache(device, torch.float32, "NHD", [5, 9]),
-    )
-    buffers = (
-        ints(0, 0, 0, device=device),
-        ints(*[0] * 20, device=device),
-        ints(0, 0, device=device),
-    )
-    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
-    assert wrapper.is_cuda_graph_enabled
-    for cache in (big, small):
-        wrapper.plan(*cache.table(), HEADS, KV_HEADS, SIZE, PAGE)
-        assert torch.equal(buffers[0], cache.indptr) and torch.equal(buffers[2], cache.last)
-        q = torch.randn(2, HEADS, SIZE, device=device)
-        want = [attention(q[i : i + 1], *kv)[0] for i, kv in enumerate(cache.sequences)]
-        near(wrapper.run(q, cache.both), torch.cat(want), torch.float32)
-    with raises(r"^CUDAGraph\w+.plan: indptr: expected 3 elements \(from the wrapper's buffer\), "):
-        wrapper.plan(ints(0, 1), ints(1), ints(1), HEADS, KV_HEADS, SIZE, PAGE)
-
-
-@needs_gpu
-def test_a_graph_replays_with_the_next_plan():
-    caches = [Cache("cuda", torch.bfloat16, "NHD", lens) for lens in ([900, 33], [5, 800])]
-    both = torch.cat([cache.both for cache in caches])
-    caches[1].indices += len(caches[0].both)
-    buffers = (
-        ints(0, 0, 0, device="cuda"),
-        ints(*[0] * 99, device="cuda"),
-        ints(0, 0, device="cuda"),
-    )
-    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace("cuda"), *buffers)
-    wrapper.plan(*caches[0].table(), HEADS, KV_HEADS, SIZE, PAGE)
-    q = torch.randn(2, HEADS, SIZE, device="cuda", dtype=torch.bfloat16)
-    out, graph = torch.empty_like(q), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wrapper.run(q, both, out=out)
-    for cache in (caches[1], caches[0]):
-        wrapper.plan(*cache.table(), HEADS, KV_HEADS, SIZE, PAGE)
-        graph.replay()
-        torch.cuda.synchronize()
-        want = [attention(q[i : i + 1], *kv)[0] for i, kv in enumerate(cache.sequences)]
-        near(out, torch.cat(want), torch.bfloat16)
-
-
 def test_what_is_not_served_raises_by_name():
     cache = Cache("cpu", torch.float32, "NHD", [5])
     q = torch.randn(1, HEADS, SIZE)
@@ -236,6 +149,10 @@ def test_what_is_not_served_raises_by_name():
     sizes = HEADS, KV_HEADS, SIZE, PAGE
     cases = [
         (lambda: decode.run(q, cache.both), r"^Batch\w+.run: expected a plan\(\) before it$"),
+        (
+            lambda: prefill.forward(q, cache.both),
+            r"^BatchPrefill\w+.forward: expected a plan\(\) before it$",
+        ),
         (
             lambda: decode.plan(*cache.table(), *sizes, pos_encoding_mode="ROPE_LLAMA"),
             r"^Batch\w+.plan: pos_encoding_mode: expected NONE, got 'ROPE_LLAMA': rotate with .*",
@@ -268,7 +185,6 @@ def test_what_is_not_served_raises_by_name():
             lambda: flashinfer.append_paged_kv_cache(q, q, ints(0), ints(0), q, *cache.table()),
             r"^append_paged_kv_cache: paged_kv_cache: expected shape \[pages, 2, ...\] of .*",
         ),
-        (lambda: flashinfer.BatchAttention, r"^flashinfer.BatchAttention: not supported$"),
         (
             lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(q, use_cuda_graph=True),
             r"^Batch\w+: paged_kv_indptr_buffer: expected a tensor, got None$",
@@ -277,5 +193,25 @@ def test_what_is_not_served_raises_by_name():
     for call, message in cases:
         with raises(message):
             call()
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = flashinfer.nothing
+
+
+@pytest.mark.parametrize(
+    "name", ["BatchAttention", "fast_decode_plan", "rmsnorm", "xqa", "nothing"]
+)
+def test_a_name_that_is_not_served(name):
+    """The error is of both kinds, so that hasattr() and getattr() work as with any module."""
+    assert not hasattr(flashinfer, name)
+    assert getattr(flashinfer, name, None) is None
+    for kind in (NotImplementedError, AttributeError):
+        with pytest.raises(kind) as error:
+            getattr(flashinfer, name)
+        assert str(error.value).startswith(f"flashinfer.{name}: not supported: there are Batch")
+        assert str(error.value).endswith(", top_p_sampling_from_probs")
+    with pytest.raises(ImportError):
+        exec(f"from vllm_kernels.compat.flashinfer import {name}")
+
+
+def test_sampling_functions_are_at_the_top_too():
+    for name in set(flashinfer.sampling.__all__) - {"top_k_renorm_prob", "top_p_renorm_prob"}:
+        assert name in flashinfer.__all__
+        assert getattr(flashinfer, name) is getattr(flashinfer.sampling, name)
