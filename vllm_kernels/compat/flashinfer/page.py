@@ -71,7 +71,8 @@ def get_batch_indices_positions(
     tokens = torch.arange(nnz, dtype=append_indptr.dtype, device=append_indptr.device)
     rows = torch.searchsorted(append_indptr, tokens, right=True) - 1
     # One row more: that of the tokens before the first sequence (-1) and after the last one.
-    shifts = pad(seq_lens[:batch].to(tokens.device) - append_indptr[1:], (0, 1))
+    lens = seq_lens[:batch].to(tokens.device, non_blocking=True)
+    shifts = pad(lens - append_indptr[1:], (0, 1))
     positions = shifts[rows] + tokens
     unowned = (rows < 0) | (rows == batch)
     return rows.int().masked_fill_(unowned, -1), positions.int().masked_fill_(unowned, -1)
