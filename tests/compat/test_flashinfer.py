@@ -58,10 +58,24 @@ def test_decode_with_sinks_and_a_value_scale(device, kv_layout):
     want = [attention(q[i : i + 1], *kv, sinks=sinks)[0] for i, kv in enumerate(cache.sequences)]
     near(out, 2 * torch.cat(want), torch.float32)
     wrapper.end_forward()
-    assert torch.equal(wrapper.forward(q, cache.both, sm_scale=0.5, window_left=4),
-                       wrapper.run(q, cache.both))  # fmt: skip
-    out, lse = wrapper.forward_return_lse(q, cache.both)
-    near(lse[0], attention(q[:1], *cache.sequences[0])[1][0], torch.float32)
+
+
+def test_decode_forward_replaces_the_options_of_plan(device, kv_layout):
+    cache = Cache(device, torch.float32, kv_layout, LENS)
+    q = torch.randn(len(LENS), HEADS, SIZE, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), kv_layout)
+    wrapper.plan(*cache.table(), HEADS, KV_HEADS, SIZE, PAGE, window_left=2)
+    got = wrapper.forward_return_lse(q, cache.both)
+    want = [attention(q[i : i + 1], *kv) for i, kv in enumerate(cache.sequences)]
+    near_both(got, want, torch.float32)
+    assert torch.equal(wrapper.forward(q, cache.both), got[0])
+    # pos_encoding_mode, q_scale, k_scale, v_scale, window_left, cap, scale
+    options = "NONE", 0.5, 3.0, 2.0, 4, 5.0, 0.3
+    out, lse = wrapper.forward_return_lse(q, cache.both, *options)
+    expected = {"left": 4, "softcap": 5.0, "scale": 1.5 * 0.3}
+    want = [attention(q[i : i + 1], *kv, **expected) for i, kv in enumerate(cache.sequences)]
+    near_both((out / 2, lse), want, torch.float32)
+    assert torch.equal(wrapper.forward(q, cache.both, *options), out)
 
 
 @pytest.mark.parametrize("page", [1, PAGE])
