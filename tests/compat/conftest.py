@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.register_assert_rewrite("flash_attn_cases")
+pytest.register_assert_rewrite("flash_attn_cases", "flashinfer_cases")
 from flash_attn_cases import FA2, FA3  # noqa: E402
 
 
@@ -16,4 +16,9 @@ def fa(request: pytest.FixtureRequest):
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=["NHD", "HND"])
+def kv_layout(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -2,95 +2,24 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from helpers import needs_gpu, raises
-from torch import Tensor
+from flashinfer_cases import (
+    HEADS,
+    KV_HEADS,
+    LENS,
+    PAGE,
+    SIZE,
+    Cache,
+    attention,
+    ints,
+    near,
+    near_both,
+    workspace,
+)
+from helpers import raises
 
 import vllm_kernels.compat.flashinfer as flashinfer
-
-PAGE, HEADS, KV_HEADS, SIZE = 16, 4, 2, 64
-LENS = [37, 0, 16, 5]
-
-
-def ints(*values: int, device: str = "cpu") -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    left: int = -1,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """q [n, heads, size], k and v [m, kv_heads, size] -> out, lse in base 2, in float64."""
-    q, k, v = (x.cpu().double() for x in (q, k, v))
-    group, positions = q.shape[1] // k.shape[1], torch.arange(q.shape[0]) + len(k) - len(q)
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(len(k)) - positions[:, None]
-    hidden = (distance > 0) & causal | (distance < -left) & (left >= 0)
-    scores = scores.masked_fill(hidden, -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.cpu().double()[:, None])
-    weights = torch.nan_to_num(torch.exp(scores - lse[..., None]))
-    return torch.einsum("hnm,mhd->nhd", weights, v), lse.t() / math.log(2)
-
-
-class Cache:
-    """A paged cache with a table in CSR form, and what each sequence has in it."""
-
-    def __init__(
-        self, device: str, dtype: torch.dtype, layout: str, lens: list[int], page: int = PAGE
-    ) -> None:
-        counts = [-(-length // page) for length in lens]
-        order = torch.randperm(sum(counts) + 2)
-        rows = torch.full((len(order), 2, page, KV_HEADS, SIZE), math.nan)
-        self.sequences, taken, ids = [], 0, []
-        for length, count in zip(lens, counts):
-            mine, taken = order[taken : taken + count], taken + count
-            tokens = torch.randn(2, count * page, KV_HEADS, SIZE)
-            tokens[:, length:] = math.nan
-            tokens = tokens.to(dtype).float()
-            rows[mine] = tokens.view(2, count, page, KV_HEADS, SIZE).transpose(0, 1)
-            ids += mine.tolist()
-            self.sequences.append(tokens[:, :length])
-        rows = rows.transpose(2, 3) if layout == "HND" else rows
-        self.both = rows.contiguous().to(device, dtype)
-        self.indptr = ints(0, *torch.tensor(counts).cumsum(0).tolist(), device=device)
-        self.indices = ints(*ids, -1, 2**30, device=device)
-        last = [n - max(0, count - 1) * page for n, count in zip(lens, counts)]
-        self.last = ints(*last, device=device)
-
-    def table(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.indptr, self.indices, self.last
-
-    def forms(self) -> list[Tensor | tuple[Tensor, Tensor]]:
-        return [self.both, (self.both[:, 0], self.both[:, 1])]
-
-
-def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
-    torch.testing.assert_close(got.cpu().double(), want, atol=bound, rtol=bound)
-
-
-def workspace(device: str) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device)
-
-
-@pytest.fixture(params=["NHD", "HND"])
-def kv_layout(request) -> str:
-    return request.param
 
 
 @pytest.mark.parametrize("page", [1, PAGE])
@@ -112,12 +41,7 @@ def test_decode(device, dtype, kv_layout, page, plan, calls, expected):
     want = [attention(q[i : i + 1], *kv, **expected) for i, kv in enumerate(cache.sequences)]
     for form in cache.forms():
         out, lse = wrapper.run(q, form, return_lse=True, **calls)
-        near(out, torch.cat([x for x, _ in want]), dtype)
-        near(
-            lse,
-            torch.cat([x for _, x in want]),
-            torch.bfloat16 if dtype != torch.float32 else dtype,
-        )
+        near_both((out, lse), want, dtype)
         assert torch.equal(wrapper.run(q, form, **calls), out)
     given, given_lse = torch.empty_like(out), torch.empty_like(lse)
     got = wrapper.run_return_lse(q, form, out=given, lse=given_lse, **calls)
@@ -134,21 +58,34 @@ def test_decode_with_sinks_and_a_value_scale(device, kv_layout):
     want = [attention(q[i : i + 1], *kv, sinks=sinks)[0] for i, kv in enumerate(cache.sequences)]
     near(out, 2 * torch.cat(want), torch.float32)
     wrapper.end_forward()
-    assert torch.equal(wrapper.forward(q, cache.both, sm_scale=0.5, window_left=4),
-                       wrapper.run(q, cache.both))  # fmt: skip
-    out, lse = wrapper.forward_return_lse(q, cache.both)
-    near(lse[0], attention(q[:1], *cache.sequences[0])[1][0], torch.float32)
 
 
-def test_decode_of_several_tokens(device, kv_layout):
-    cache = Cache(device, torch.float32, kv_layout, [37, 20])
-    q = torch.randn(6, HEADS, SIZE, device=device)
+def test_decode_forward_replaces_the_options_of_plan(device, kv_layout):
+    cache = Cache(device, torch.float32, kv_layout, LENS)
+    q = torch.randn(len(LENS), HEADS, SIZE, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), kv_layout)
-    wrapper.plan(*cache.table(), HEADS, KV_HEADS, SIZE, PAGE)
-    out = wrapper.run(q, cache.both, q_len_per_req=3)
-    for i, kv in enumerate(cache.sequences):
-        want, _ = attention(q[3 * i : 3 * i + 3], *kv, causal=True)
-        near(out[3 * i : 3 * i + 3], want, torch.float32)
+    wrapper.plan(*cache.table(), HEADS, KV_HEADS, SIZE, PAGE, window_left=2)
+    got = wrapper.forward_return_lse(q, cache.both)
+    want = [attention(q[i : i + 1], *kv) for i, kv in enumerate(cache.sequences)]
+    near_both(got, want, torch.float32)
+    assert torch.equal(wrapper.forward(q, cache.both), got[0])
+    # pos_encoding_mode, q_scale, k_scale, v_scale, window_left, cap, scale
+    options = "NONE", 0.5, 3.0, 2.0, 4, 5.0, 0.3
+    out, lse = wrapper.forward_return_lse(q, cache.both, *options)
+    expected = {"left": 4, "softcap": 5.0, "scale": 1.5 * 0.3}
+    want = [attention(q[i : i + 1], *kv, **expected) for i, kv in enumerate(cache.sequences)]
+    near_both((out / 2, lse), want, torch.float32)
+    assert torch.equal(wrapper.forward(q, cache.both, *options), out)
+
+
+@pytest.mark.parametrize("page", [1, PAGE])
+def test_decode_of_several_tokens(device, dtype, kv_layout, page):
+    cache = Cache(device, dtype, kv_layout, [37, 20], page)
+    q = torch.randn(6, HEADS, SIZE).to(device, dtype)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), kv_layout)
+    wrapper.plan(*cache.table(), HEADS, KV_HEADS, SIZE, page)
+    want = [attention(x, *kv, causal=True) for x, kv in zip(q.split(3), cache.sequences)]
+    near_both(wrapper.run(q, cache.both, q_len_per_req=3, return_lse=True), want, dtype)
 
 
 def test_fp8_caches(device, kv_layout):
@@ -160,55 +97,6 @@ def test_fp8_caches(device, kv_layout):
     scale = 0.5 * SIZE**-0.5
     want = [attention(q[i : i + 1], *kv, scale=scale)[0] for i, kv in enumerate(cache.sequences)]
     near(out, 0.25 * torch.cat(want), torch.float16)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("longest", [None, 7], ids=["any", "known"])
-def test_prefill(device, dtype, kv_layout, causal, longest):
-    cache = Cache(device, dtype, kv_layout, [37, 0, 16, 5])
-    counts = [7, 0, 1, 5]
-    starts = ints(0, 7, 7, 8, 13, device=device)
-    q = torch.randn(13, HEADS, SIZE).to(device, dtype)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), kv_layout)
-    wrapper.plan(starts, *cache.table(), HEADS, KV_HEADS, SIZE, PAGE, causal=causal,
-                 window_left=11, max_token_per_sequence=longest)  # fmt: skip
-    options = {"causal": causal, "left": 11}
-    want = [attention(x, *kv, **options) for x, kv in zip(q.split(counts), cache.sequences)]
-    for form in cache.forms():
-        out, lse = wrapper.run_return_lse(q, form)
-        near(out, torch.cat([x for x, _ in want]), dtype)
-        near(
-            lse,
-            torch.cat([x for _, x in want]),
-            torch.bfloat16 if dtype != torch.float32 else dtype,
-        )
-        assert torch.equal(wrapper.run(q, form), out)
-
-
-def test_a_plan_from_host_memory(device):
-    cache = Cache("cpu", torch.float32, "NHD", [37, 20])
-    q = torch.randn(5, HEADS, SIZE, device=device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
-    wrapper.plan(ints(0, 3, 5), *cache.table(), HEADS, KV_HEADS, SIZE, PAGE, causal=True)
-    out = wrapper.run(q, cache.both.to(device))
-    want = [attention(x, *kv, causal=True)[0] for x, kv in zip(q.split([3, 2]), cache.sequences)]
-    near(out, torch.cat(want), torch.float32)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_ragged_prefill(device, dtype, causal):
-    queries, keys = [3, 0, 4], [9, 2, 4]
-    q = torch.randn(7, HEADS, SIZE).to(device, dtype)
-    k, v = torch.randn(2, 15, KV_HEADS, SIZE).to(device, dtype)
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
-    wrapper.plan(ints(0, 3, 3, 7, device=device), ints(0, 9, 11, 15, device=device), HEADS,
-                 KV_HEADS, SIZE, causal=causal, logits_soft_cap=20.0)  # fmt: skip
-    parts = zip(q.split(queries), k.split(keys), v.split(keys))
-    want = [attention(*part, causal=causal, softcap=20.0) for part in parts]
-    out, lse = wrapper.run_return_lse(q, k, v)
-    near(out, torch.cat([x for x, _ in want]), dtype)
-    near(lse, torch.cat([x for _, x in want]), torch.bfloat16 if dtype != torch.float32 else dtype)
-    assert torch.equal(wrapper.run(q, k, v), out)
 
 
 def test_single_sequences(device, dtype, kv_layout):
@@ -224,13 +112,26 @@ def test_single_sequences(device, dtype, kv_layout):
             q, *lie, kv_layout=kv_layout, **options
         )
         near(lse, want_lse, torch.bfloat16 if dtype != torch.float32 else dtype)
-    want, want_lse = attention(q[:1], k, v)
-    out, lse = flashinfer.single_decode_with_kv_cache(
-        q[0], *lie, kv_layout=kv_layout, v_scale=2.0, return_lse=True
-    )
-    near(out, 2 * want[0], dtype)
-    near(lse, want_lse[0], torch.bfloat16 if dtype != torch.float32 else dtype)
-    assert flashinfer.single_decode_with_kv_cache(q[0], *lie, kv_layout).shape == q[0].shape
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, {}),
+        ({"window_left": 3}, {"left": 3}),
+        ({"logits_soft_cap": 5.0, "sm_scale": 0.3}, {"softcap": 5.0, "scale": 0.3}),
+        ({"q_scale": 0.5, "k_scale": 3.0}, {"scale": 1.5 * SIZE**-0.5}),
+    ],
+)
+def test_single_decode(device, dtype, kv_layout, options, expected):
+    q = torch.randn(HEADS, SIZE).to(device, dtype)
+    k, v = torch.randn(2, 9, KV_HEADS, SIZE).to(device, dtype)
+    lie = [x.transpose(0, 1).contiguous() if kv_layout == "HND" else x for x in (k, v)]
+    call = flashinfer.single_decode_with_kv_cache
+    out, lse = call(q, *lie, kv_layout, return_lse=True, **options)
+    near_both((out[None], lse[None]), [attention(q[None], k, v, **expected)], dtype)
+    assert torch.equal(call(q, *lie, kv_layout, **options), out)
+    assert torch.equal(call(q, *lie, kv_layout, v_scale=2.0, **options), 2 * out)
 
 
 def test_merges_are_attention_over_all_keys(device, dtype):
@@ -254,71 +155,6 @@ def test_merges_are_attention_over_all_keys(device, dtype):
     assert torch.equal(out[~mask], before[~mask])
 
 
-@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
-def test_append(device, dtype, kv_layout, stored):
-    cache = Cache(device, stored or dtype, kv_layout, [37, 20])
-    new = torch.randn(2, 5, KV_HEADS, SIZE).to(device, dtype)
-    starts = ints(0, 3, 5, device=device)
-    lens = flashinfer.get_seq_lens(cache.indptr, cache.last, PAGE)
-    assert lens.tolist() == [37, 20]
-    batch, positions = flashinfer.get_batch_indices_positions(starts, lens, 5)
-    assert batch.tolist() == [0, 0, 0, 1, 1] and positions.tolist() == [34, 35, 36, 18, 19]
-    flashinfer.append_paged_kv_cache(
-        *new, batch, positions, cache.both, cache.indices, cache.indptr, cache.last, kv_layout
-    )
-    rows = cache.both.transpose(2, 3) if kv_layout == "HND" else cache.both
-    for i in range(5):
-        page, slot = divmod(int(positions[i]), PAGE)
-        block = int(cache.indices[int(cache.indptr[int(batch[i])]) + page])
-        assert torch.equal(rows[block, :, slot].float(), new[:, i].to(stored or dtype).float())
-
-
-def test_cuda_graph_wrapper_keeps_its_buffers(device):
-    big, small = (
-        Cache(device, torch.float32, "NHD", [37, 20]),
-        Cache(device, torch.float32, "NHD", [5, 9]),
-    )
-    buffers = (
-        ints(0, 0, 0, device=device),
-        ints(*[0] * 20, device=device),
-        ints(0, 0, device=device),
-    )
-    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
-    assert wrapper.is_cuda_graph_enabled
-    for cache in (big, small):
-        wrapper.plan(*cache.table(), HEADS, KV_HEADS, SIZE, PAGE)
-        assert torch.equal(buffers[0], cache.indptr) and torch.equal(buffers[2], cache.last)
-        q = torch.randn(2, HEADS, SIZE, device=device)
-        want = [attention(q[i : i + 1], *kv)[0] for i, kv in enumerate(cache.sequences)]
-        near(wrapper.run(q, cache.both), torch.cat(want), torch.float32)
-    with raises(r"^CUDAGraph\w+.plan: indptr: expected 3 elements \(from the wrapper's buffer\), "):
-        wrapper.plan(ints(0, 1), ints(1), ints(1), HEADS, KV_HEADS, SIZE, PAGE)
-
-
-@needs_gpu
-def test_a_graph_replays_with_the_next_plan():
-    caches = [Cache("cuda", torch.bfloat16, "NHD", lens) for lens in ([900, 33], [5, 800])]
-    both = torch.cat([cache.both for cache in caches])
-    caches[1].indices += len(caches[0].both)
-    buffers = (
-        ints(0, 0, 0, device="cuda"),
-        ints(*[0] * 99, device="cuda"),
-        ints(0, 0, device="cuda"),
-    )
-    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace("cuda"), *buffers)
-    wrapper.plan(*caches[0].table(), HEADS, KV_HEADS, SIZE, PAGE)
-    q = torch.randn(2, HEADS, SIZE, device="cuda", dtype=torch.bfloat16)
-    out, graph = torch.empty_like(q), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wrapper.run(q, both, out=out)
-    for cache in (caches[1], caches[0]):
-        wrapper.plan(*cache.table(), HEADS, KV_HEADS, SIZE, PAGE)
-        graph.replay()
-        torch.cuda.synchronize()
-        want = [attention(q[i : i + 1], *kv)[0] for i, kv in enumerate(cache.sequences)]
-        near(out, torch.cat(want), torch.bfloat16)
-
-
 def test_what_is_not_served_raises_by_name():
     cache = Cache("cpu", torch.float32, "NHD", [5])
     q = torch.randn(1, HEADS, SIZE)
@@ -327,6 +163,10 @@ def test_what_is_not_served_raises_by_name():
     sizes = HEADS, KV_HEADS, SIZE, PAGE
     cases = [
         (lambda: decode.run(q, cache.both), r"^Batch\w+.run: expected a plan\(\) before it$"),
+        (
+            lambda: prefill.forward(q, cache.both),
+            r"^BatchPrefill\w+.forward: expected a plan\(\) before it$",
+        ),
         (
             lambda: decode.plan(*cache.table(), *sizes, pos_encoding_mode="ROPE_LLAMA"),
             r"^Batch\w+.plan: pos_encoding_mode: expected NONE, got 'ROPE_LLAMA': rotate with .*",
@@ -359,7 +199,6 @@ def test_what_is_not_served_raises_by_name():
             lambda: flashinfer.append_paged_kv_cache(q, q, ints(0), ints(0), q, *cache.table()),
             r"^append_paged_kv_cache: paged_kv_cache: expected shape \[pages, 2, ...\] of .*",
         ),
-        (lambda: flashinfer.BatchAttention, r"^flashinfer.BatchAttention: not supported$"),
         (
             lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(q, use_cuda_graph=True),
             r"^Batch\w+: paged_kv_indptr_buffer: expected a tensor, got None$",
@@ -368,5 +207,25 @@ def test_what_is_not_served_raises_by_name():
     for call, message in cases:
         with raises(message):
             call()
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = flashinfer.nothing
+
+
+@pytest.mark.parametrize(
+    "name", ["BatchAttention", "fast_decode_plan", "rmsnorm", "xqa", "nothing"]
+)
+def test_a_name_that_is_not_served(name):
+    """The error is of both kinds, so that hasattr() and getattr() work as with any module."""
+    assert not hasattr(flashinfer, name)
+    assert getattr(flashinfer, name, None) is None
+    for kind in (NotImplementedError, AttributeError):
+        with pytest.raises(kind) as error:
+            getattr(flashinfer, name)
+        assert str(error.value).startswith(f"flashinfer.{name}: not supported: there are Batch")
+        assert str(error.value).endswith(", top_p_sampling_from_probs")
+    with pytest.raises(ImportError):
+        exec(f"from vllm_kernels.compat.flashinfer import {name}")
+
+
+def test_sampling_functions_are_at_the_top_too():
+    for name in set(flashinfer.sampling.__all__) - {"top_k_renorm_prob", "top_p_renorm_prob"}:
+        assert name in flashinfer.__all__
+        assert getattr(flashinfer, name) is getattr(flashinfer.sampling, name)

@@ -82,8 +82,45 @@ def test_random_numbers(device: str) -> None:
     assert len(set(draw(seed=1, offset=2))) > 32  # samples of one seed differ
     assert draw(seed=of(1, 1), offset=of(2, 1)) == draw(seed=1, offset=2)
     assert draw(seed=of(1, 64), offset=of(2, 64)) == draw(seed=1, offset=2)
+    for signed, big in ((-(2**63), 2**63), (-1, 2**64 - 1), (1, 2**64 + 1)):
+        assert draw(seed=big, offset=2) == draw(seed=signed, offset=2)
+        assert draw(seed=1, offset=big) == draw(seed=1, offset=signed)
+    high, low = torch.tensor([2**63 + 5, 2**63 + 2], dtype=torch.uint64).to(device).split(1)
+    assert draw(seed=high, offset=low) == draw(seed=2**63 + 5, offset=2**63 + 2)
+    assert draw(seed=high, offset=of(2, 64)) == draw(seed=2**63 + 5, offset=2)
     generators = [torch.Generator(device).manual_seed(4) for _ in range(2)]
     assert draw(generator=generators[0]) == draw(generator=generators[1]) != draw()
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_valid_rows(device: str, integers: torch.dtype) -> None:
+    """Without ``indices`` there is a sample of each row, and with them one of each index."""
+    probs = torch.tensor([[0.0, 1.0], [0.0, 0.0], [torch.nan, 0.5], [3.0, 0.0]], device=device)
+    indices = torch.tensor([3, 1, 0], dtype=integers, device=device)
+    for name, (limits, _) in CASES.items():
+        draw = getattr(sampling, name)
+        tokens, valid = draw(probs, *limits, return_valid=True)
+        assert tokens.dtype == torch.int32 and valid.tolist() == [True, False, False, True]
+        assert tokens[[0, 3]].tolist() == [1, 0]
+        per_row = [torch.full((4,), limit, device=device) for limit in limits]
+        tokens, valid = draw(probs, *per_row, indices=indices, return_valid=True)
+        assert tokens.dtype == integers and valid.tolist() == [True, False, True]
+        assert tokens[[0, 2]].tolist() == [0, 1]
+
+
+def test_check_nan(device: str) -> None:
+    good = torch.tensor([[0.0, 1.0], [0.5, 0.5]], device=device)
+    bad = torch.tensor([[0.0, 1.0], [torch.nan, 0.5]], device=device)
+    functions = {name: ("probs", limits) for name, (limits, _) in CASES.items()}
+    functions["sampling_from_logits"] = "logits", ()
+    functions["top_k_top_p_sampling_from_logits"] = "logits", (1, 0.5)
+    for name, (argument, limits) in functions.items():
+        draw = getattr(sampling, name)
+        assert draw(good, *limits, check_nan=True).shape == (2,)
+        assert draw(bad, *limits).shape == (2,)
+        message = f"^flashinfer.sampling: {argument}: expected no NaN, got NaN$"
+        with pytest.raises(ValueError, match=message):
+            draw(bad, *limits, check_nan=True)
 
 
 def test_limits(device: str, dtype: torch.dtype) -> None:
@@ -99,6 +136,10 @@ def test_limits(device: str, dtype: torch.dtype) -> None:
             assert torch.allclose(got.cpu().float(), want, atol=tolerance)
         else:
             assert torch.allclose(sampling.top_p_renorm_probs(probs.to(device), p).cpu(), want)
+            got = sampling.top_p_renorm_probs(probs.to(device, dtype), p)
+            assert got.dtype == torch.float32  # that of FlashInfer
+    assert sampling.top_k_renorm_prob is sampling.top_k_renorm_probs
+    assert sampling.top_p_renorm_prob is sampling.top_p_renorm_probs
     rows = [kept_by_torch(probs[i : i + 1], 200, top_p[i].item())[0] for i in range(4)]
     got = sampling.top_p_renorm_probs(probs.to(device), top_p.to(device)).cpu()
     assert torch.equal(got > 0, torch.stack(rows))
@@ -127,12 +168,30 @@ def test_chain_speculative_sampling(device: str) -> None:
     assert total is accepted and torch.equal(total - 1, emitted)  # one drafted token each
     check_draws(tokens[:, 0].cpu()[None], target[:1, 0], torch.ones(1, 8, dtype=torch.bool))
     assert torch.equal(tokens[:, 1] >= 0, emitted == 1)
+    options = {"generator": torch.Generator(device).manual_seed(1)}
+    halves = [x.to(device, torch.bfloat16) for x in (draft, target)]
+    again = sampling.chain_speculative_sampling(
+        halves[0], drafted.int().to(device), halves[1], **options
+    )
+    options["generator"].manual_seed(1)
+    floats = sampling.chain_speculative_sampling(
+        halves[0].float(), drafted.int().to(device), halves[1].float(), **options
+    )
+    assert all(torch.equal(a, b) for a, b in zip(again, floats))
     rate = torch.minimum(draft[0, 0], target[0, 0]).sum()
     assert abs(emitted.float().mean().cpu() - rate) < 0.03
 
 
+def test_a_skipped_draft_token_is_never_accepted(device: str) -> None:
+    probs = torch.full((1, 3, 8), 0.125, device=device)
+    drafted = torch.tensor([[-1, 3]], device=device)
+    tokens, accepted, emitted = sampling.chain_speculative_sampling(probs[:, :2], drafted, probs)
+    assert tokens.tolist()[0][1:] == [-1, -1] and tokens[0, 0] >= 0
+    assert accepted.tolist() == [1] and emitted.tolist() == [0]
+
+
 def test_what_differs_is_refused() -> None:
-    logits = torch.zeros(2, 8)
+    logits, ones = torch.zeros(2, 8), torch.ones(1, dtype=torch.int64)
     cases = [
         (
             lambda: sampling.top_k_top_p_sampling_from_logits(
@@ -142,8 +201,27 @@ def test_what_differs_is_refused() -> None:
             "'joint'",
         ),
         (
-            lambda: sampling.sampling_from_logits(logits * torch.nan, check_nan=True),
-            "flashinfer.sampling: logits: expected no NaN, got NaN",
+            lambda: sampling.top_k_top_p_sampling_from_probs(
+                logits, 3, 0.5, filter_apply_order="joint"
+            ),
+            "top_k_top_p_sampling_from_probs: filter_apply_order: expected 'top_k_first', got "
+            "'joint'",
+        ),
+        (
+            lambda: sampling.sampling_from_logits(logits, seed=ones.int(), offset=ones),
+            "flashinfer.sampling: seed: expected int64 or uint64, got torch.int32",
+        ),
+        (
+            lambda: sampling.sampling_from_logits(logits, seed=ones, offset=ones.float()),
+            "flashinfer.sampling: offset: expected int64 or uint64, got torch.float32",
+        ),
+        (
+            lambda: sampling.sampling_from_logits(logits, seed=ones.repeat(3), offset=ones),
+            "flashinfer.sampling: seed: expected shape [1] or [2], got [3]",
+        ),
+        (
+            lambda: sampling.sampling_from_logits(logits, seed=1.5, offset=0),
+            "flashinfer.sampling: seed: expected an int or a tensor, got float",
         ),
         (
             lambda: sampling.sampling_from_logits(logits, seed=1),
@@ -161,5 +239,7 @@ def test_what_differs_is_refused() -> None:
         with pytest.raises(RuntimeError) as error:
             call()
         assert str(error.value) == message
-    with pytest.raises(AttributeError, match="sampling: top_k_page_table_transform: expected one"):
-        _ = sampling.top_k_page_table_transform
+    message = r"^flashinfer.sampling.top_k_page_table_transform: not supported: there are chain_"
+    for kind in (AttributeError, NotImplementedError):
+        with pytest.raises(kind, match=message):
+            _ = sampling.top_k_page_table_transform

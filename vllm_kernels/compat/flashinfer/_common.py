@@ -21,6 +21,14 @@ num_kv_heads, head_dim], of HND [num_kv_heads, page_size, head_dim]."""
 LN2 = math.log(2)
 
 
+class NotServed(Unsupported, AttributeError):
+    """A name that a module of this package lacks, so that hasattr() is False."""
+
+
+def not_served(module: str, name: str, served: list[str]) -> NotServed:
+    return NotServed(f"{module}.{name}: not supported: there are {', '.join(served)}")
+
+
 def check_layout(function: str, kv_layout: str) -> None:
     if kv_layout not in ("NHD", "HND"):
         raise InvalidArgument(f"{function}: kv_layout: expected NHD or HND, got {kv_layout!r:.40}")
@@ -103,22 +111,48 @@ class Wrapper:
     """What the wrappers share: the options of the last plan(), and short forms of run()."""
 
     run: Callable[..., Any]
+    forward: Callable[..., Any]
     _scores: Scores | None = None
     _o_dtype: torch.dtype | str | None = None
+
+    def _options(self, name: str) -> Scores:
+        if self._scores is None:
+            raise InvalidArgument(f"{name}: expected a plan() before it")
+        return self._scores
 
     def _planned(self, args: tuple[object, ...], **tensors: Tensor) -> Scores:
         """The options for a call of run() with these tensors, q first."""
         name = f"{type(self).__name__}.run"
         refuse(name, args=args or None)
-        if self._scores is None:
-            raise InvalidArgument(f"{name}: expected a plan() before it")
+        scores = self._options(name)
         check_tensors(name, **tensors)
         same_dtype(name, "o_data_type", self._o_dtype, tensors["q"])
-        return self._scores
+        return scores
+
+    def _replan(
+        self,
+        pos_encoding_mode: str,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+    ) -> None:
+        """Replaces the options of plan(), as forward() does."""
+        name = f"{type(self).__name__}.forward"
+        self._options(name)
+        self._scores = Scores.read(name, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
 
     def run_return_lse(self, q: Tensor, *keys: Any, **options: Any) -> Any:
         """``run`` with return_lse."""
         return self.run(q, *keys, **options, return_lse=True)
 
+    def forward_return_lse(self, q: Tensor, *keys: Any, **options: Any) -> Any:
+        """``forward`` with return_lse."""
+        return self.forward(q, *keys, **options, return_lse=True)
+
     def end_forward(self) -> None:
         """Does nothing."""
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
+    ) -> None:
+        """Does nothing: there is no workspace."""

@@ -113,11 +113,6 @@ class PagedWrapper(Wrapper):
     def is_cuda_graph_enabled(self) -> bool:
         return self._pages.fixed
 
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None:
-        """Does nothing: there is no workspace."""
-
     def _attend(
         self,
         q: Tensor,

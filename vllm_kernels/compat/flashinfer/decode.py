@@ -236,29 +236,15 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
     ) -> Any:
-        """:meth:`run` with the options of :meth:`plan`."""
-        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-
-    def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedKvCache, **options: Any) -> Any:
-        """:meth:`forward` with the log-sum-exp."""
-        names = ("q_scale", "k_scale", "v_scale")
-        scales = {name: options.pop(name) for name in names if name in options}
-        self._set_scores(**options)
-        return self.run(q, paged_kv_cache, **scales, return_lse=True)
-
-    def _set_scores(
-        self,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> None:
-        name = f"{type(self).__name__}.forward"
-        self._scores = Scores.read(name, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
+        """:meth:`run` with other options than those of :meth:`plan`, which they replace."""
+        self._replan(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+        return self.run(
+            q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+            return_lse=return_lse,
+        )  # fmt: skip
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..._types import KVCacheDType
 from ...ops import reshape_and_cache_flash
-from .._checks import check_tensors
+from .._checks import check_tensors, wrong
 from ._common import KvLayout, PagedKvCache, check_layout, split_cache
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
@@ -46,15 +47,16 @@ def get_batch_indices_positions(
     """The sequence and the position of each new token, which are a sequence's last ones.
 
     Args:
-        append_indptr: [batch_size + 1], where each sequence's new tokens start.
-        seq_lens: [batch_size], with the new tokens.
-        nnz: the number of new tokens.
+        append_indptr: int32 or int64 [batch_size + 1], where each sequence's new tokens start.
+        seq_lens: int32 or int64 [batch_size], with the new tokens.
+        nnz: the number of new tokens, or more.
 
     Returns:
-        Two int32 tensors [nnz] on the device of append_indptr. Nothing waits for the GPU.
+        Two int32 tensors [nnz] on the device of append_indptr. Tokens of no sequence have -1 in
+        both; FlashInfer leaves them unset. Nothing waits for the GPU.
 
     Raises:
-        IndexError: for fewer sequences in seq_lens than in append_indptr, on a CPU.
+        InvalidArgument: for fewer sequences in seq_lens than in append_indptr.
 
     Example:
         >>> from vllm_kernels.compat.flashinfer import get_batch_indices_positions
@@ -63,10 +65,17 @@ def get_batch_indices_positions(
 
     Source: flashinfer.get_batch_indices_positions.
     """
+    batch = len(append_indptr) - 1
+    if len(seq_lens) < batch:
+        raise wrong("get_batch_indices_positions", "seq_lens", f"shape [{batch}]", seq_lens)
     tokens = torch.arange(nnz, dtype=append_indptr.dtype, device=append_indptr.device)
     rows = torch.searchsorted(append_indptr, tokens, right=True) - 1
-    positions = seq_lens.to(tokens.device)[rows] - append_indptr[rows + 1] + tokens
-    return rows.int(), positions.int()
+    # One row more: that of the tokens before the first sequence (-1) and after the last one.
+    lens = seq_lens[:batch].to(tokens.device, non_blocking=True)
+    shifts = pad(lens - append_indptr[1:], (0, 1))
+    positions = shifts[rows] + tokens
+    unowned = (rows < 0) | (rows == batch)
+    return rows.int().masked_fill_(unowned, -1), positions.int().masked_fill_(unowned, -1)
 
 
 def append_paged_kv_cache(
@@ -82,16 +91,22 @@ def append_paged_kv_cache(
 ) -> None:
     """Writes new tokens into their pages, which the table has already.
 
+    A token is left out if it has no place in the table: its sequence is not one of batch_size, or
+    its position is negative or past the sequence's pages. Nothing waits for the GPU.
+
     Args:
         append_key, append_value: [tokens, num_kv_heads, head_dim].
-        batch_indices, positions: [tokens], the sequence of each token and its position there.
+        batch_indices, positions: int32 or int64 [tokens], the sequence of each token and its
+            position there.
         paged_kv_cache: [pages, 2, ...] or (keys, values), written; see kv_layout. An fp8 cache
             stores the rounded values.
-        kv_indices, kv_indptr, kv_last_page_len: the table in CSR form.
+        kv_indices, kv_indptr: the pages of the table in CSR form, int32 or int64.
+        kv_last_page_len: ignored.
         kv_layout: "NHD" or "HND".
 
     Raises:
         InvalidArgument: for tensors that do not fit, by name.
+        InvalidIndex: for a page of kv_indices outside the cache, on a CPU.
 
     Example:
         >>> from vllm_kernels.compat.flashinfer import append_paged_kv_cache
@@ -114,8 +129,15 @@ def append_paged_kv_cache(
     if kv_layout == "HND":
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     page = keys.shape[1]
-    blocks = kv_indices[kv_indptr[batch_indices.long()] + positions // page]
-    slots = blocks.long() * page + positions % page
+    batch = len(kv_indptr) - 1
+    if batch < 1 or not len(kv_indices):
+        return  # no place for any token
+    row = batch_indices.long().clamp(0, batch - 1)
+    places = kv_indptr[row] + positions // page
+    inside = places.clamp(0, len(kv_indices) - 1)
+    fits = (row == batch_indices) & (positions >= 0)
+    fits &= (places == inside) & (places < kv_indptr[row + 1])
+    slots = torch.where(fits, kv_indices[inside].long() * page + positions % page, -1)
     one = torch.ones(1, device=append_key.device)
     stored = _NAMES.get(keys.dtype, "auto")
     reshape_and_cache_flash(append_key, append_value, keys, values, slots, stored, one, one)

@@ -252,6 +252,28 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             max_query_len=self._queries.longest, causal=self._causal,
         )  # fmt: skip
 
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKvCache,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """:meth:`run` with other options than those of :meth:`plan`, which they replace."""
+        self._replan(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+        self._causal = causal
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     """Attention of sequences whose keys and values lie one after the other, without a cache.
@@ -367,20 +389,52 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         k: Tensor,
         v: Tensor,
         *args: object,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        o_scale: float | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Any:
         """Attention of q [tokens, num_qo_heads, head_dim] to k, v [keys, num_kv_heads, head_dim].
 
-        The result is that of :meth:`BatchDecodeWithPagedKVCacheWrapper.run`.
+        The scales and the result are those of :meth:`BatchDecodeWithPagedKVCacheWrapper.run`.
+
+        Raises:
+            Unsupported: for an o_scale other than 1, and for kv_cache_sf.
+            InvalidArgument: before plan(), or for tensors that do not fit, by name.
         """
         scores = self._planned(args, q=q, k=k, v=v)
+        name = f"{type(self).__name__}.run"
+        refuse(name, o_scale=None if o_scale == 1 else o_scale, kv_cache_sf=kv_cache_sf)
         assert self._queries.starts is not None and self._keys.starts is not None
         result = varlen_attention(
             q, k, v, self._queries.starts, self._keys.starts, out=out, causal=self._causal,
             max_query_len=self._queries.longest, window=(scores.window_left, -1),
-            return_lse=return_lse, **scores.options(q),
+            return_lse=return_lse, **scores.options(q, q_scale, k_scale),
         )  # fmt: skip
-        return finish(result, given_lse=lse)
+        return finish(result, v_scale, lse)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """:meth:`run` with other options than those of :meth:`plan`, which they replace."""
+        self._replan(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+        self._causal = causal
+        return self.run(q, k, v, return_lse=return_lse)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ... import ops
 from ...errors import InvalidArgument, Unsupported
+from ._common import not_served
+from ._seeds import seeds_and_offsets
 
 __all__ = [
     "chain_speculative_sampling",
@@ -22,10 +24,12 @@ __all__ = [
     "sampling_from_probs",
     "softmax",
     "top_k_mask_logits",
+    "top_k_renorm_prob",
     "top_k_renorm_probs",
     "top_k_sampling_from_probs",
     "top_k_top_p_sampling_from_logits",
     "top_k_top_p_sampling_from_probs",
+    "top_p_renorm_prob",
     "top_p_renorm_probs",
     "top_p_sampling_from_probs",
 ]
@@ -34,9 +38,7 @@ Drawn = Tensor | tuple[Tensor, Tensor]
 
 
 def __getattr__(name: str) -> object:
-    raise AttributeError(
-        f"vllm_kernels.compat.flashinfer.sampling: {name}: expected one of {', '.join(__all__)}"
-    )
+    raise not_served("flashinfer.sampling", name, __all__)
 
 
 def softmax(
@@ -78,7 +80,8 @@ def sampling_from_logits(
         deterministic: Has no effect.
         generator: Gives the seeds if there are none.
         check_nan: Whether to look for NaN, which waits for the device.
-        seed, offset: Both numbers, or both int64 or uint64 of 1 or batch values.
+        seed, offset: Both numbers, of which the low 64 bits count, or both int64 or uint64 of 1 or
+            batch values.
 
     Returns:
         int32 [batch], or the dtype of ``indices``.
@@ -108,7 +111,7 @@ def sampling_from_probs(
     """Draws from probabilities, which need not add up to 1.
 
     Args:
-        probs: float32 [rows, vocabulary].
+        probs: [rows, vocabulary], computed in float32.
         return_valid: Whether to return bool [batch], too: a row has a positive probability.
         indices, deterministic, generator, check_nan, seed, offset: As in
             :func:`sampling_from_logits`.
@@ -268,9 +271,12 @@ def top_p_renorm_probs(
     """Zeroes tokens that top_p leaves out, and divides by the sum of the others.
 
     Args:
-        probs: float32 [batch, vocabulary].
+        probs: [batch, vocabulary], computed in float32.
         top_p: A number, or [batch].
         is_deterministic: Has no effect.
+
+    Returns:
+        float32, like probs.
 
     Raises:
         RuntimeError: for tensors of another dtype or size, by name.
@@ -282,6 +288,9 @@ def top_p_renorm_probs(
     return _renormalized(probs, top_p=top_p)
 
 
+top_p_renorm_prob = top_p_renorm_probs
+
+
 def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int, is_deterministic: bool = True) -> Tensor:
     """Zeroes tokens that top_k leaves out, and divides by the sum of the others.
 
@@ -290,6 +299,9 @@ def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int, is_deterministic: boo
         top_k: A number, or [batch].
         is_deterministic: Has no effect.
 
+    Returns:
+        Like probs, of its dtype.
+
     Raises:
         RuntimeError: for tensors of another dtype or size, by name.
 
@@ -297,7 +309,10 @@ def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int, is_deterministic: boo
         >>> top_k_renorm_probs(torch.tensor([[0.5, 0.25, 0.25]]), 2)
         tensor([[0.6667, 0.3333, 0.0000]])
     """
-    return _renormalized(probs, top_k=top_k)
+    return _renormalized(probs, top_k=top_k).to(probs.dtype)
+
+
+top_k_renorm_prob = top_k_renorm_probs
 
 
 def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:
@@ -332,9 +347,9 @@ def chain_speculative_sampling(
     """Rejection sampling of drafted tokens (Leviathan et al. 2022, arXiv:2211.17192).
 
     Args:
-        draft_probs: float32 [batch, drafted, vocabulary].
+        draft_probs: [batch, drafted, vocabulary], computed in float32.
         draft_token_ids: int32 or int64 [batch, drafted].
-        target_probs: float32 [batch, drafted + 1, vocabulary].
+        target_probs: [batch, drafted + 1, vocabulary], computed in float32.
         maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num: int32 [batch], added
             to. None: zeros.
         deterministic: Has no effect.
@@ -364,15 +379,18 @@ def chain_speculative_sampling(
     batch, drafted = draft_token_ids.shape
     device = draft_probs.device
     uniforms = torch.rand(batch, drafted + 1, 2, device=device, generator=generator)
+    draft_probs, target_probs = draft_probs.float(), target_probs.float()
     draft_tokens = draft_token_ids.long()
     tokens, emitted = ops.spec_verify(
         draft_tokens, target_probs=target_probs, draft_probs=draft_probs, uniforms=uniforms
     )
-    places = draft_tokens[..., None]
-    drawn_from = draft_probs.gather(2, places)[..., 0]
-    kept = (
-        uniforms[:, :drafted, 0] * drawn_from < target_probs[:, :drafted].gather(2, places)[..., 0]
+    # A token outside the vocabulary is rejected, and reads nothing outside it.
+    inside = draft_tokens.clamp(0, draft_probs.shape[2] - 1)
+    drawn_from, wanted = (
+        probs[:, :drafted].gather(2, inside[..., None])[..., 0]
+        for probs in (draft_probs, target_probs)
     )
+    kept = (uniforms[:, :drafted, 0] * drawn_from < wanted) & (inside == draft_tokens)
     results = []
     for total, count in (
         (maybe_output_accepted_token_num, kept.sum(1, dtype=torch.int32)),
@@ -392,7 +410,7 @@ def _sample(
 ) -> Tensor:
     rows = None if indices is None else indices.int()
     batch, device = len(logits if indices is None else indices), logits.device
-    seeds, offsets = _seeds(batch, device, generator, seed, offset)
+    seeds, offsets = seeds_and_offsets(batch, device, generator, seed, offset)
     dtypes = {"top_k": torch.int32}
     given: dict[str, Any] = {
         name: _per_row(_of_samples(limit, rows), batch, device, dtypes.get(name, torch.float32))
@@ -421,7 +439,7 @@ def _sample_probs(
         return tokens
     highest = probs.amax(1)
     valid = highest.isfinite() & (highest > 0)
-    return tokens, valid if indices is None else valid[indices.long()]
+    return tokens, valid if indices is None else _of_rows(valid, indices)
 
 
 def _renormalized(probs: Tensor, **limits: Tensor | float) -> Tensor:
@@ -430,7 +448,7 @@ def _renormalized(probs: Tensor, **limits: Tensor | float) -> Tensor:
     p = _per_row(limits.get("top_p"), len(probs), probs.device, torch.float32)
     ops.top_k_top_p_mask_(masked, k, p)
     kept = torch.where(masked > -torch.inf, probs.float(), 0.0)
-    return (kept / kept.sum(1, keepdim=True)).to(probs.dtype)
+    return kept / kept.sum(1, keepdim=True)
 
 
 def _per_row(
@@ -443,32 +461,12 @@ def _per_row(
 
 def _of_samples(limit: Tensor | float, rows: Tensor | None) -> Tensor | float:
     """FlashInfer's limits belong to rows of probabilities, ours to samples."""
-    return limit if rows is None or not isinstance(limit, Tensor) else limit[rows.long()]
+    return limit if rows is None or not isinstance(limit, Tensor) else _of_rows(limit, rows)
 
 
-def _seeds(
-    batch: int,
-    device: torch.device,
-    generator: torch.Generator | None,
-    seed: int | Tensor | None,
-    offset: int | Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """int64 seeds and offsets [batch]. Samples of one seed differ in the high half of the
-    offset."""
-    if isinstance(seed, Tensor) != isinstance(offset, Tensor) or (seed is None) != (offset is None):
-        raise InvalidArgument(
-            "flashinfer.sampling: seed: expected seed and offset, both numbers or both tensors"
-        )
-    sample = torch.arange(batch, device=device) << 32
-    if seed is None:
-        drawn = torch.randint(2**63 - 1, (1,), device=device, generator=generator)
-        return drawn.expand(batch).contiguous(), sample
-    if isinstance(seed, Tensor):
-        assert isinstance(offset, Tensor)
-        seeds, offsets = seed.view(torch.int64), offset.view(torch.int64)
-        return seeds.expand(batch).contiguous(), offsets + sample
-    assert isinstance(offset, int)
-    return torch.full((batch,), seed, device=device), sample + offset
+def _of_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """values[rows], or the nearest one for a row that is not there, as the op says what is bad."""
+    return values[rows.long().clamp(0, len(values) - 1)]
 
 
 def _refuse_nan(name: str, values: Tensor, check_nan: bool) -> None:
