@@ -306,7 +306,7 @@ def _attention(
         unseen = hidden(length, first, end)
         if len(tokens) > 1 or totals is not None:  # one query token sees all of first .. end
             unseen = _outside(distance, left, right)
-        if len(tokens) == 1 and totals is not None:
+        if len(tokens) == 1 and unseen is not None and totals is not None:
             value = value.masked_fill(unseen[0][:, None], 0.0)
         if tree_mask is not None:
             first_new = starts[seq] + after

@@ -62,9 +62,9 @@ Stripe read_stripe(Expect& expect, const PagedAttentionParams& params, const Ten
           .shift = std::countr_zero(period)};
 }
 
-// Whether a sequence has one query token, which is its last, and places in the sequence have no
-// part in scores. Then a shard needs no stripe.
-bool sees_all_stored(const PagedAttentionParams& params) {
+// Whether a sequence has one query token, its last, and places in the sequence have no part in
+// scores. Then the query token attends to all that a shard stores.
+bool needs_no_stripe(const PagedAttentionParams& params) {
   return params.max_query_len == 1 && params.sliding_window == 0 && params.alibi_slopes == nullptr;
 }
 
@@ -135,7 +135,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
     if (total_seq_lens) {
       check_total_lens(expect, expect.tensor("total_seq_lens", *total_seq_lens), params.stripe,
                        params.seq_lens);
-      if (sees_all_stored(params)) params.stripe = {};
+      if (needs_no_stripe(params)) params.stripe = {};
     }
   }
   read.add(queries.query, k, v);
