@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ def check(logits: Tensor, request: dict[str, object]) -> Tensor:
     """The tokens of `sample`, which are those of the reference."""
     want = reference.sample(logits, **request)
     got = vllm_kernels.sample(logits, **on(logits.device.type, request)).cpu()
-    assert torch.equal(got, want)
+    assert torch.equal(got, want), f"{got.tolist()}, expected {want.tolist()}"
     return got
 
 
@@ -91,6 +93,35 @@ def random_request(
         request["bitmask"] = mask.int()
         request["bitmask_rows"] = torch.randint(-1, samples, (samples,)).int()
     return request
+
+
+def random_sample(device: str) -> tuple[Tensor, dict[str, object]]:
+    """Logits, and some of the parameters of `sample`, at a random point of all axes."""
+    vocab_size = random.randrange(1, random.choice([300, 300, 40_000, 40_000, 262_145]))
+    rows = random.randrange(1, 13 if vocab_size < 100_000 else 4)
+    samples = random.choice([rows, random.randrange(1, 20)])
+    logits = random.choice([0.1, 1.0, 3.0, 30.0]) * torch.randn(rows, vocab_size)
+    if random.random() < 0.2 and vocab_size > 30:
+        logits = hard_rows(vocab_size)[torch.randint(12, (rows,))]
+    request = random_request(samples, vocab_size)
+    request["rows"] = torch.randint(rows, (samples,)).int()
+    if samples == rows and random.random() < 0.5:
+        del request["rows"]
+    for name in ("token_counts", "bias"):
+        if name in request and random.random() < 0.5:
+            sizes = (vocab_size * torch.rand(samples) ** 4).long()
+            request[name] = token_lists(sizes, vocab_size, "counts" if "c" in name else "bias")
+        if name in request and random.random() < 0.5:
+            request[name] = with_room(request[name], random.randrange(1, 600))
+    if "bitmask" in request and random.random() < 0.3:  # tokens past the mask are allowed
+        request["bitmask"] = request["bitmask"][:, : random.randrange(1, vocab_size // 32 + 2)]
+    for name in ("top_k", "top_p", "min_p", "repetition", "frequency", "presence", "bias"):
+        if random.random() < 0.3:
+            request.pop(name, None)
+    begin, end = random.choice([(0, 0), (random.randrange(9), random.randrange(9))])
+    dtype = random.choice([torch.float32, torch.float16, torch.bfloat16])
+    strided = torch.empty(rows, begin + vocab_size + end, device=device, dtype=dtype)
+    return strided[:, begin : begin + vocab_size].copy_(logits), request
 
 
 def on(device: str, request: dict[str, object]) -> dict[str, object]:
