@@ -26,12 +26,14 @@ help:
 	@echo "Variables: VENV, PYTHON, VLLM_KERNELS_CUDA=auto|on|off, TORCH_CUDA_ARCH_LIST, MAX_JOBS, TEST_WORKERS"
 
 # torch first and alone: asked for together with others, pip may take another build of it.
+# xgrammar would bring triton, which it does without. Where it has no wheel, its tests are skipped.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install $(TORCH)
 	$(PY) -m pip install --quiet $(BUILD_TOOLS)
 	$(PY) -m pip install --quiet --no-build-isolation --editable '.[demo,test,dev]'
+	-$(PY) -m pip install --quiet --no-deps --only-binary=:all: xgrammar apache-tvm-ffi
 	touch $@
 
 # Incremental: seconds when little changed.

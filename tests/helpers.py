@@ -83,13 +83,8 @@ def assert_compiles(call: Callable[..., object], *args: object) -> None:
     torch.compile(call, fullgraph=True, backend="aot_eager")(*args)
 
 
-def assert_graph_replays(
-    call: Callable[[], object],
-    refill: Callable[[], object],
-    out: Tensor,
-    want: Callable[[], Tensor],
-) -> None:
-    """Captures `call` in a CUDA graph, then replays it on other inputs."""
+def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `call`, which ran once before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -98,6 +93,17 @@ def assert_graph_replays(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
+    return graph
+
+
+def assert_graph_replays(
+    call: Callable[[], object],
+    refill: Callable[[], object],
+    out: Tensor,
+    want: Callable[[], Tensor],
+) -> None:
+    """Captures `call` in a CUDA graph, then replays it on other inputs."""
+    graph = capture(call)
     refill()
     expected = want()
     out.fill_(float("nan")) if out.is_floating_point() else out.zero_()

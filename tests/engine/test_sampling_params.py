@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
 from engines import SMALL, prompts
+from helpers import needs_cuda_library
 from tiny_models import VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 
@@ -136,6 +137,18 @@ def test_alone(name: str, device: str) -> None:
     expected = by_reference(model, text, 12, **PARAMETERS[name])
     with Engine(model, **SMALL) as engine:
         assert served(engine, [text], [PARAMETERS[name]], max_tokens=12) == [expected]
+
+
+@needs_cuda_library
+def test_cuda_graphs_change_no_token(overlap: bool) -> None:
+    model, texts = tiny_model(device="cuda"), prompts(tuple(range(3, 3 + len(PARAMETERS))))
+    options = SMALL | {"max_batch_size": 7, "max_batch_tokens": 40}
+    got = []
+    for graphs in (False, None):
+        with Engine(model, overlap=overlap, cuda_graphs=graphs, **options) as engine:
+            got.append(served(engine, texts, list(PARAMETERS.values()), max_tokens=24))
+            assert bool(engine._packed._graphs) == (graphs is None)
+    assert dict(zip(PARAMETERS, got[0])) == dict(zip(PARAMETERS, got[1]))
 
 
 def test_penalties_of_parallel_samples(overlap: bool, device: str) -> None:

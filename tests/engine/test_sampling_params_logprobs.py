@@ -9,11 +9,14 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
 from engines import SMALL, by_transformers, greedy, prompts
-from tiny_models import VOCABULARY, tiny_model
+from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.request import SamplingParams
+
+VOCABULARY = 160
+"""More than the op token_logprobs reports."""
 
 
 def raw_logprobs(model: PreTrainedModel, tokens: list[int]) -> Tensor:
@@ -35,10 +38,10 @@ def check_logprobs(row: dict, expected: Tensor, token: int, num_top: int) -> Non
         assert (expected > value + near).sum() < found.rank <= (expected >= value - near).sum()
 
 
-@pytest.mark.parametrize("num_top", [0, 3, -1])
+@pytest.mark.parametrize("num_top", [0, 3, 128, 129, -1])
 def test_logprobs(num_top: int, overlap: bool, device: str) -> None:
     """They are the model's own, before penalties and temperature, beside requests without any."""
-    model = tiny_model(device=device)
+    model = tiny_model(device=device, vocab_size=VOCABULARY)
     texts = prompts((5, 19, 33))
     asking = SamplingParams(
         max_tokens=9, logprobs=num_top, temperature=1.5, seed=1, presence_penalty=1.0
@@ -59,10 +62,10 @@ def test_logprobs(num_top: int, overlap: bool, device: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("num_top", [0, 2, -1])
+@pytest.mark.parametrize("num_top", [0, 2, 128, 129, -1])
 def test_prompt_logprobs(num_top: int, overlap: bool, device: str) -> None:
     """Of all tokens but the first, in chunks, though another request left the prompt cached."""
-    model = tiny_model(device=device)
+    model = tiny_model(device=device, vocab_size=VOCABULARY)
     texts = prompts((70, 1, 2, 33))
     expected = [by_transformers(model, text) for text in texts]
     with Engine(model, overlap=overlap, **SMALL) as engine:

@@ -94,19 +94,21 @@ def test_an_equal_model_is_accepted(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt lookup", "small model"])
-def test_distribution(name: str) -> None:
-    """Chi-square of the second and third token over 4,000 seeds, against exact probabilities."""
-    model = tiny_model(initializer_range=0.3)
+def test_distribution(name: str, device: str) -> None:
+    """Chi-square of the first two tokens over 4,000 seeds, against exact probabilities.
+
+    The first one comes from the prompt's pass, the second one from a pass with drafts."""
+    model = tiny_model(device=device, initializer_range=0.3)
     draws = 4000
     allowed = list(range(0, VOCABULARY, 16))
     text = 2 * allowed
     with torch.no_grad():
-        first = model(torch.tensor([text])).logits[0, -1, allowed].softmax(-1)
-        pairs = torch.tensor([[*text, token] for token in allowed])
+        first = model(torch.tensor([text], device=device)).logits[0, -1, allowed].softmax(-1)
+        pairs = torch.tensor([[*text, token] for token in allowed], device=device)
         second = model(pairs).logits[:, -1, allowed].softmax(-1)
-    expected = (first[:, None] * second).flatten() * draws
+    expected = (first[:, None] * second).flatten().cpu() * draws
     options = SPECULATIVE | {"max_batch_size": 64, "max_batch_tokens": 400, "num_blocks": 400}
-    with Engine(model, speculative=drafters(model, "cpu")[name], **options) as engine:
+    with Engine(model, speculative=drafters(model, device)[name], **options) as engine:
         params = [
             SamplingParams(max_tokens=3, temperature=1.0, seed=seed, allowed_token_ids=allowed)
             for seed in range(draws)

@@ -11,6 +11,7 @@ pytest.register_assert_rewrite(
     "fused_decode_attention_cases",
     "gather_cache_cases",
     "reshape_and_cache_cases",
+    "sampling_cases",
 )
 from reshape_and_cache_cases import OPS  # noqa: E402
 

@@ -1,4 +1,6 @@
-"""paged_attention at random points of all its axes at once. test_paged_attention_random.py runs it.
+"""paged_attention and sample at random points of all their axes at once.
+
+test_paged_attention_random.py runs them, too.
 
     python tests/ops/random_points.py --device cuda --seconds 300 --processes 14
     python tests/ops/random_points.py --device cuda 4711        one point again
@@ -34,6 +36,7 @@ from paged_attention_cases import (
     with_token_scales,
     with_token_zeros,
 )
+from sampling_cases import check, random_sample
 
 import vllm_kernels
 
@@ -94,7 +97,7 @@ def maybe_with_token_scales(case: Case) -> Case:
     if case.key_cache.dtype != torch.int8 or random.random() < 0.5:
         return case
     scaled = with_token_scales(case, random.choice([4.0, 1e6]))
-    fits_int4 = case.query.shape[-1] in range(64, 257, 32)
+    fits_int4 = case.query.shape[-1] in range(32, 257, 32)
     return with_token_zeros(scaled) if fits_int4 and random.random() < 0.5 else scaled
 
 
@@ -182,9 +185,17 @@ def check_graph(device: str) -> None:
     assert all(torch.equal(one, results[0]) for one in results), "streams"
 
 
+def check_sample(device: str) -> None:
+    """The tokens of the reference."""
+    check(*random_sample(device))
+
+
 def kind_of(device: str, point: int) -> Callable[[str], None]:
-    """Of ten points seven are cases, two fixed splits and one is a graph, on a GPU."""
+    """Of ten points six are cases, one draws tokens, two are fixed splits and one is a graph, on a
+    GPU."""
     place = point % 10
+    if place == 6:
+        return check_sample
     if place < 7 or (place == 9 and device == "cpu"):
         return check_case
     return check_fixed_split if place < 9 else check_graph

@@ -1,4 +1,4 @@
-"""paged_attention at random points of all its axes at once, against a float64 reference.
+"""paged_attention and sample at random points of all their axes at once, against references.
 
 VLLM_KERNELS_FUZZ=60: all tests here together take about that many seconds on one process, in place
 of CASES points each. On a GPU machine random_points.py is quicker: it starts processes of its own.
@@ -24,7 +24,7 @@ CUDA = torch.cuda.is_available() and vllm_kernels.cuda_loaded
 
 def points(seed: int) -> Iterator[int]:
     """Of one test: CASES of them, or as many as its part of VLLM_KERNELS_FUZZ seconds allows."""
-    tests = (SEEDS + SEEDS // 2) * (2 if CUDA else 1) + (SEEDS // 2 if CUDA else 0)
+    tests = 2 * SEEDS * (2 if CUDA else 1) + (SEEDS // 2 if CUDA else 0)
     seconds = float(os.environ.get("VLLM_KERNELS_FUZZ", 0)) / tests
     end = time.monotonic() + seconds
     for index in itertools.count():
@@ -59,6 +59,11 @@ def test_random_cases(check_points, device, seed):
 @pytest.mark.parametrize("seed", range(100, 100 + SEEDS // 2))
 def test_random_fixed_splits(check_points, device, seed):
     check_points(random_points.check_fixed_split, device, seed)
+
+
+@pytest.mark.parametrize("seed", range(300, 300 + SEEDS // 2))
+def test_random_samples(check_points, device, seed):
+    check_points(random_points.check_sample, device, seed)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU and the CUDA library")

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_compiles, assert_graph_replays, needs_cuda_library, opcheck, raises
-from sampling_cases import VOCABULARIES, hard_rows, on, pick, random_request
+from helpers import assert_compiles, needs_cuda_library, opcheck, raises
+from sampling_cases import (
+    VOCABULARIES,
+    check,
+    drawn,
+    flat,
+    hard_rows,
+    of_samples,
+    on,
+    pick,
+    random_request,
+)
 
 import vllm_kernels
-from vllm_kernels import reference
-
-
-def check(logits: torch.Tensor, request: dict[str, object]) -> None:
-    want = reference.sample(logits, **request)
-    got = vllm_kernels.sample(logits, **on(logits.device.type, request))
-    assert torch.equal(got.cpu(), want)
-
-
-def drawn(samples: int) -> dict[str, torch.Tensor]:
-    return {"temperature": torch.ones(samples), "uniforms": torch.rand(samples)}
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
@@ -147,52 +146,14 @@ def test_top_k_keeps_the_first_of_equal_logits(device):
     assert set(tokens.tolist()) == set(range(7))
 
 
-@pytest.mark.parametrize("limits", [{}, {"top_k": 20}, {"top_p": 0.7}, {"min_p": 0.1}])
-def test_draws_follow_the_distribution(device, limits):
-    """Chi-square of 200,000 draws against the exact probabilities."""
-    draws, vocab_size = 200_000, 64
-    logits = 2 * torch.randn(1, vocab_size)
-    filled = {
-        name: torch.full((draws,), value, dtype=torch.int32 if name == "top_k" else torch.float32)
-        for name, value in limits.items()
-    }
-    request = filled | {
-        "temperature": torch.full((draws,), 1.3),
-        "seeds": torch.full((draws,), 1234),
-        "offsets": torch.arange(draws),
-        "rows": torch.zeros(draws, dtype=torch.int32),
-    }
-    tokens = vllm_kernels.sample(logits.to(device), **on(device, request)).cpu()
-    x = logits[0] / 1.3
-    kept = reference.kept_tokens(x, **limits)
-    probabilities = x.double().masked_fill(~kept, -torch.inf).softmax(0)
-    counts = torch.bincount(tokens, minlength=vocab_size).double()
-    assert not counts[~kept].any()
-    expected = draws * probabilities[kept]
-    statistic = ((counts[kept] - expected) ** 2 / expected).sum()
-    degrees = int(kept.sum()) - 1
-    # Wilson and Hilferty's normal approximation; 3.7 is p = 1e-4.
-    normal = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (
-        2 / (9 * degrees)
-    ) ** 0.5
-    assert normal < 3.7
-
-
 def test_a_row_does_not_depend_on_its_batch(device, dtype):
-    vocab_size = 20_000
-    logits = torch.randn(256, vocab_size, device=device, dtype=dtype)
-    request = on(device, random_request(256, vocab_size))
-    lists = {"token_counts", "bias"}
-    simple = {name: value for name, value in request.items() if name not in lists}
-    for name in ("repetition", "frequency", "presence", "bitmask", "bitmask_rows"):
-        simple.pop(name, None)
-    together = vllm_kernels.sample(logits, **simple)
-    order = torch.randperm(256, device=device)
-    shuffled = {name: value[order] for name, value in simple.items()}
-    assert torch.equal(vllm_kernels.sample(logits[order], **shuffled), together[order])
-    for i in (0, 100, 255):
-        alone = {name: value[i : i + 1] for name, value in simple.items()}
-        assert vllm_kernels.sample(logits[i : i + 1], **alone) == together[i]
+    """All parameters, alone and in another order."""
+    logits = torch.randn(256, 20_000).to(device, dtype)
+    request = random_request(256, 20_000, full=True)
+    together = vllm_kernels.sample(logits, **on(device, request))
+    for samples in (torch.randperm(256), *torch.tensor([[0], [100], [255]])):
+        got = vllm_kernels.sample(logits[samples], **on(device, of_samples(request, samples)))
+        assert torch.equal(got, together[samples])
 
 
 def test_samples_share_rows(device):
@@ -223,82 +184,6 @@ def test_a_mask_that_ends_inside_of_a_row(device, dtype):
         "bitmask": torch.randint(-(2**31), 2**31, (4, 2000)).int(),
     }
     check(logits.to(device, dtype), request)
-
-
-def test_penalties_follow_vllm(device):
-    """apply_penalties of vLLM's sampler, written out in torch."""
-    logits = torch.randn(2, 6)
-    counts = torch.tensor([[0, 2, 1, 0, 0, 3], [1, 0, 0, 0, 4, 0]])
-    prompt = torch.tensor([[True, False, True, False, False, False]] * 2)
-    repetition, frequency, presence = torch.tensor([[1.5, 0.3, 0.2], [0.7, -0.5, 1.0]]).T
-    seen = prompt | (counts > 0)
-    scale = torch.where(seen, repetition[:, None], 1.0)
-    want = torch.where(logits > 0, logits / scale, logits * scale)
-    want = want - frequency[:, None] * counts - presence[:, None] * (counts > 0)
-    tokens = [row.nonzero()[:, 0] for row in seen]
-    lists = (
-        torch.tensor([0, len(tokens[0]), len(tokens[0]) + len(tokens[1])]).int(),
-        torch.cat(tokens).int(),
-        torch.cat([counts[i, tokens[i]] for i in range(2)]).int(),
-    )
-    request = {
-        "token_counts": lists,
-        "repetition": repetition.contiguous(),
-        "frequency": frequency.contiguous(),
-        "presence": presence.contiguous(),
-    }
-    for sample in range(2):
-        got = reference.processed_logits(logits[sample], sample, **request)
-        assert torch.allclose(got, want[sample])
-    check(logits.to(device), request | drawn(2))
-    assert torch.equal(vllm_kernels.sample(logits.to(device), **on(device, request)).cpu(),
-                       want.argmax(1))  # fmt: skip
-
-
-def by_torch(logits, temperature, top_k, top_p, uniforms):
-    """Top-k, top-p and an inverted cumulated softmax, all in torch's float32."""
-    tempered = logits / temperature[:, None]
-    best, order = tempered.sort(descending=True, stable=True)
-    best[:, top_k:] = -torch.inf
-    probabilities = best.softmax(-1)
-    best[probabilities.cumsum(-1) - probabilities >= top_p] = -torch.inf
-    kept = torch.full_like(logits, -torch.inf).scatter(1, order, best)
-    cumulated = kept.softmax(-1).cumsum(-1)
-    return torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
-
-
-def test_agrees_with_torch():
-    """Up to draws within 1e-6 of a border, where float32 sums differ."""
-    logits = 3 * torch.randn(400, 3000)
-    request = {
-        "temperature": torch.full((400,), 0.8),
-        "top_k": torch.full((400,), 40).int(),
-        "top_p": torch.full((400,), 0.9),
-        "uniforms": torch.rand(400),
-    }
-    want = by_torch(logits, request["temperature"], 40, 0.9, request["uniforms"])
-    got = vllm_kernels.sample(logits, **request)
-    assert (got != want).sum() <= 1
-
-
-def test_skipped_entries_of_lists(device):
-    """Token -1 leaves its entry out, so a list may have room at its end."""
-    request = random_request(6, 500)
-    with_room = dict(request)
-    for name in ("token_counts", "bias"):
-        indptr, tokens, values = request[name]
-        ends = indptr.tolist()
-        parts = [slice(ends[i], ends[i + 1]) for i in range(6)]
-        room = torch.full((2,), -1, dtype=tokens.dtype)
-        with_room[name] = (
-            indptr + 2 * torch.arange(7, dtype=indptr.dtype),
-            torch.cat([torch.cat([tokens[part], room]) for part in parts]),
-            torch.cat([torch.cat([values[part], values.new_ones(2)]) for part in parts]),
-        )
-    logits = torch.randn(6, 500, device=device)
-    want = vllm_kernels.sample(logits, **on(device, request))
-    assert torch.equal(vllm_kernels.sample(logits, **on(device, with_room)), want)
-    check(logits, with_room)
 
 
 def test_rows_outside_the_logits(device):
@@ -404,35 +289,12 @@ def test_inference_only(device):
         vllm_kernels.sample(torch.randn(2, 40, device=device, requires_grad=True))
 
 
-def test_opcheck_and_compile(device, dtype):
-    x = torch.randn(4, 64, device=device, dtype=dtype)
-    tokens = torch.empty(4, dtype=torch.int64, device=device)
-    opcheck("sample", tokens, x)
-    request = on(device, drawn(4))
-    opcheck("sample", tokens, x, **request)
+@pytest.mark.parametrize("seeded", [False, True])
+def test_opcheck_and_compile(device, dtype, seeded):
+    x = torch.randn(4, 64).to(device, dtype)
+    tokens = torch.empty(5, dtype=torch.int64, device=device)
+    request = random_request(5, 64, full=True, seeded=seeded)
+    request = on(device, request | {"rows": torch.tensor([0, 3, 3, 1, 2]).int()})
+    opcheck("sample", tokens[:4], x)
+    opcheck("sample", tokens, x, **flat(request))
     assert_compiles(lambda: vllm_kernels.sample(x, **request))
-
-
-@needs_cuda_library
-def test_graph_replay(dtype):
-    vocab_size = 32_000
-    logits = torch.randn(8, vocab_size, device="cuda", dtype=dtype)
-    torch.manual_seed(1)
-    request = on("cuda", drawn(8) | {"top_k": torch.full((8,), 50).int(), "top_p": torch.ones(8)})
-    out = torch.empty(8, dtype=torch.int64, device="cuda")
-
-    def refill() -> None:
-        logits.normal_()
-        request["temperature"].uniform_(0.0, 2.0)
-        request["temperature"][0] = 0.0
-        request["uniforms"].uniform_()
-        request["top_k"].random_(0, 5000)
-        request["top_p"].uniform_()
-
-    assert_graph_replays(
-        lambda: vllm_kernels.sample(logits, **request, out=out),
-        refill,
-        out,
-        lambda: vllm_kernels.sample(logits, **request),
-    )
-    check(logits, {name: value.cpu() for name, value in request.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_compiles, bits, opcheck, raises
+from helpers import assert_compiles, bits, ints, opcheck, raises
 from sampling_cases import hard_rows, pick
 
 import vllm_kernels
@@ -86,6 +86,20 @@ def test_token_bitmask(device, dtype, vocab_size):
     same(got.float(), want.float())
     got = vllm_kernels.apply_token_bitmask_(logits[:3].to(device), mask[:, : words // 2].to(device))
     same(got.float(), reference.apply_token_bitmask_(logits[:3], mask[:, : words // 2]).float())
+
+
+@pytest.mark.parametrize("masked", [31, 640, 1000])
+@pytest.mark.parametrize("rows", [None, [0, 3, 4]])
+def test_token_bitmask_is_that_of_xgrammar(device, dtype, masked, rows):
+    """The first `masked` columns of all rows, or of some."""
+    xgrammar = pytest.importorskip("xgrammar", reason="needs xgrammar: make test installs it")
+    logits = torch.randn(5, 1000).to(device, dtype)
+    mask = xgrammar.allocate_token_bitmask(5, masked).random_(-(2**31), 2**31).to(device)
+    want = logits.clone()
+    xgrammar.apply_token_bitmask_inplace(want, mask, vocab_size=masked, indices=rows)
+    which = [i if rows is None or i in rows else -1 for i in range(5)]
+    vllm_kernels.apply_token_bitmask_(logits[:, :masked], mask, ints(which, device))
+    same(logits.float(), want.float())
 
 
 @pytest.mark.parametrize("vocab_size", SIZES)

@@ -98,14 +98,19 @@ def _fixed_point(fraction: float) -> int:
 
 def philox(seed: int, offset: int) -> int:
     """64 random bits: Philox 4x32-10 (Salmon et al. 2011) of key ``seed``, counter ``offset``."""
-    seed, offset = seed % 2**64, offset % 2**64
-    key0, key1 = seed % 2**32, seed >> 32
-    x = [offset % 2**32, offset >> 32, 0, 0]
+    key, counter = ([x % 2**32, x >> 32 & (2**32 - 1)] for x in (seed, offset))
+    words = philox_words([*counter, 0, 0], key)
+    return words[1] << 32 | words[0]
+
+
+def philox_words(counter: list[int], key: list[int]) -> list[int]:
+    """Four words of 32 bits, of a counter of four and a key of two, the lowest first."""
+    x, (key0, key1) = counter, key
     for _ in range(10):
         a, b = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
         x = [(b >> 32) ^ x[1] ^ key0, b % 2**32, (a >> 32) ^ x[3] ^ key1, a % 2**32]
         key0, key1 = (key0 + 0x9E3779B9) % 2**32, (key1 + 0xBB67AE85) % 2**32
-    return x[1] << 32 | x[0]
+    return x
 
 
 # --- a row ----------------------------------------------------------------------------------------
