@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -18,12 +19,14 @@ from vllm_kernels import reference
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.model_runner import ModelRunner
 from vllm_kernels.engine.request import SamplingParams
+from vllm_kernels.hf.attention_interface import AttentionOptions
 from vllm_kernels.integrations.transformers import PageSelection, PromptLookup, SparQ
 from vllm_kernels.kv_cache.tensors import KVCache, KVShape
 from vllm_kernels.reference.cache import token_rows
 
 FEW = PageSelection(budget=24, sink_pages=1, recent_pages=1, dense_layers=1)
 ALL = PageSelection(budget=1024, dense_layers=0)
+EACH_HEAD = replace(FEW, per_kv_head=True)
 LONG = (60, 9, 90, 33, 140, 3)
 ATTEND = KVCache.attend
 
@@ -73,33 +76,48 @@ def visible_keys(cache: KVCache, layer: int) -> Tensor:
     return keys.float() * cache._k_scales[layer].cpu()[:, None]
 
 
+@pytest.mark.parametrize("per_kv_head", [False, True])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("layout", ["vllm", "NHD", "HND"])
-def test_a_budget_for_all_is_dense(layout: str, fused: bool, device: str, selections) -> None:
-    """Bit for bit: log-probabilities are equal."""
+def test_a_budget_for_all_is_dense(
+    layout: str, fused: bool, per_kv_head: bool, device: str, selections
+) -> None:
+    """Bit for bit: log-probabilities are equal. On CUDA a table for each KV head may split
+    sequences in other places."""
     model, texts = tiny_model("llama", device), prompts(LONG)
     options = SMALL | {"layout": layout, "fused": fused, "cuda_graphs": False}
     results = []
-    for sparse in (None, ALL):
+    for sparse in (None, replace(ALL, per_kv_head=per_kv_head)):
         with Engine(model, sparse=sparse, **options) as engine:
             outputs = engine.generate(texts, SamplingParams(max_tokens=20, logprobs=2))
-        results.append([(o.completions[0].tokens, o.completions[0].logprobs) for o in outputs])
+        is_exact = device == "cpu" or not per_kv_head
+        logprobs = [o.completions[0].logprobs for o in outputs] if is_exact else []
+        results.append(([o.completions[0].tokens for o in outputs], logprobs))
     assert results[0] == results[1]
     assert selections[0] == selections[1] > 19
 
 
+@pytest.mark.parametrize("sparse", [FEW, EACH_HEAD], ids=["one", "each_head"])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
-def test_few_pages(cache_dtype: str, fused: bool, device: str, selections) -> None:
+def test_few_pages(
+    cache_dtype: str, fused: bool, sparse: PageSelection, device: str, selections
+) -> None:
     """Other tokens than of dense attention; the same ones whatever the batch and the path."""
     model, texts = tiny_model("llama", device), prompts(LONG)
     options = {"cache_dtype": cache_dtype, "cuda_graphs": False, "check": False}
-    tokens = served(model, texts, sparse=FEW, fused=fused, **options)
+    tokens = served(model, texts, sparse=sparse, fused=fused, **options)
     assert tokens != served(model, texts, fused=fused, **options)
     assert selections[0] == 0 < selections[1]
     # Prompts are dense, so the first token is that of dense attention.
     for one, text in zip(tokens, texts):
-        assert served(model, [text], sparse=FEW, **options) == [one]
+        assert served(model, [text], sparse=sparse, **options) == [one]
+
+
+def test_each_kv_head_has_its_own_pages() -> None:
+    model, texts = tiny_model("llama"), prompts(LONG)
+    one, each = (served(model, texts, sparse=x, check=False) for x in (FEW, EACH_HEAD))
+    assert one != each
 
 
 def test_a_prompt_is_dense_to_its_last_token(selections) -> None:
@@ -137,6 +155,11 @@ def test_layers_that_need_positions_are_dense(name: str, layers: list[int], sele
     assert sorted(selections) == layers
 
 
+def test_layers_with_sinks_have_no_pages_of_each_kv_head() -> None:
+    options = AttentionOptions(1.0, sinks=torch.zeros(4))
+    assert FEW.serves(1, options) and not EACH_HEAD.serves(1, options)
+
+
 def test_forks_and_swaps_keep_the_bounds(device: str, selections) -> None:
     """Parallel samples copy a page on write; a small cache swaps sequences out and in."""
     model, texts = tiny_model("llama", device), prompts((50, 30, 60, 41))
@@ -152,27 +175,30 @@ def test_forks_and_swaps_keep_the_bounds(device: str, selections) -> None:
     assert selections[1] > 60
 
 
-def test_padded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sparse", [FEW, EACH_HEAD], ids=["one", "each_head"])
+def test_padded_passes(sparse: PageSelection, monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA graphs need, without a GPU."""
     model, texts = tiny_model("llama"), prompts(LONG)
-    expected = served(model, texts, sparse=FEW)
+    expected = served(model, texts, sparse=sparse)
     monkeypatch.setattr(ModelRunner, "_capture", replayed)
-    assert served(model, texts, sparse=FEW, cuda_graphs=True) == expected
+    assert served(model, texts, sparse=sparse, cuda_graphs=True) == expected
 
 
-def test_cuda_graphs() -> None:
+@pytest.mark.parametrize("sparse", [FEW, EACH_HEAD], ids=["one", "each_head"])
+def test_cuda_graphs(sparse: PageSelection) -> None:
     if not (torch.cuda.is_available() and vllm_kernels.cuda_loaded):
         pytest.skip("needs a GPU and the CUDA library")
     model, texts = tiny_model("llama", "cuda"), prompts(LONG)
-    expected = served(model, texts, sparse=FEW, cuda_graphs=False)
-    assert served(model, texts, sparse=FEW) == expected
+    expected = served(model, texts, sparse=sparse, cuda_graphs=False)
+    assert served(model, texts, sparse=sparse) == expected
 
 
-def test_torch_compile(device: str) -> None:
+@pytest.mark.parametrize("per_kv_head", [False, True])
+def test_torch_compile(per_kv_head: bool, device: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, texts = tiny_model("llama", device, num_hidden_layers=1), prompts((60,))
-    options = {"sparse": PageSelection(24, recent_pages=1, dense_layers=0), "check": False}
+    options = {"sparse": replace(FEW, dense_layers=0, per_kv_head=per_kv_head), "check": False}
     expected = served(model, texts, 4, **options)
     assert served(model, texts, 4, compile="aot_eager", **options) == expected
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -255,7 +281,16 @@ def test_sparq_in_padded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"sparse": SparQ(r=16), "cache_dtype": "fp8", "k_scale": torch.ones(2, 2)},
             ValueError,
-            "Engine: sparse: expected one k_scale a layer with SparQ, got one a head",
+            r"Engine: sparse: expected one k_scale a layer, got one a head, with SparQ\(r=16",
+        ),
+        (
+            {
+                "sparse": replace(ALL, per_kv_head=True),
+                "cache_dtype": "fp8",
+                "v_scale": torch.ones(2, 2),
+            },
+            ValueError,
+            "Engine: sparse: expected one v_scale a layer, got one a head, with PageSelection",
         ),
         (
             {"sparse": ALL, "speculative": PromptLookup()},
@@ -276,6 +311,7 @@ def test_refused(options: dict, kind: type[Exception], message: str) -> None:
         ({"budget": 0}, ValueError, "budget: expected at least 1, got 0"),
         ({"recent_pages": 0}, ValueError, "recent_pages: expected at least 1, got 0"),
         ({"dense_layers": True}, TypeError, "dense_layers: expected an integer, got True"),
+        ({"per_kv_head": 1}, TypeError, "per_kv_head: expected a bool, got 1"),
     ],
 )
 def test_options(arguments: dict, kind: type[Exception], message: str) -> None:
@@ -288,3 +324,21 @@ def test_a_cache_without_bounds(device: str) -> None:
     ints = torch.ones(1, 1, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"^KVCache: select_pages: there are no bounds: give KV"):
         cache.select_pages(0, torch.zeros(1, 1, 32), ints, ints[0], 80)
+
+
+def test_a_table_for_each_kv_head_of_a_cache_with_scales(device: str) -> None:
+    """One scale a layer is served, one a head is refused."""
+    shape = KVShape(1, 2, 32, torch.float32, cache_dtype="fp8")
+    query, key = (torch.randn(3, heads, 32, device=device) for heads in (4, 2))
+    slots = torch.arange(3, device=device)
+    table, length = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0]], [3]))
+    each = table[:, None].expand(1, 2, 1)
+    for scale in (torch.tensor([0.5]), torch.tensor([[0.5, 0.25]])):
+        cache = KVCache(shape, 2, device=device, k_scale=scale, v_scale=0.5)
+        cache.write(0, key, key, slots)
+        want = cache.attend(0, query[:1], table, length)
+        if scale.ndim == 1:
+            torch.testing.assert_close(cache.attend(0, query[:1], each, length), want)
+        else:
+            with pytest.raises(NotImplementedError, match="k_scale: expected one element with a b"):
+                cache.attend(0, query[:1], each, length)

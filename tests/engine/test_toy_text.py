@@ -113,6 +113,8 @@ def test_rounded_caches(
     [
         (PageSelection(budget=256), 240),
         (PageSelection(budget=96), 180),
+        (PageSelection(budget=256, per_kv_head=True), 240),
+        (PageSelection(budget=96, per_kv_head=True), 180),
         (SparQ(r=32, k=256), 240),
         (SparQ(r=16, k=64), 180),
     ],

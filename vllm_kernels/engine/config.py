@@ -102,11 +102,12 @@ class EngineConfig:
                 "Engine: sparse: expected None with speculative, whose passes are dense, got "
                 f"{self.sparse}"
             )
-        if isinstance(self.sparse, SparQ):
+        if isinstance(self.sparse, SparQ) or (self.sparse and self.sparse.per_kv_head):
             for name in ("k_scale", "v_scale"):
                 if torch.as_tensor(getattr(self, name)).ndim > 1:
                     raise InvalidArgument(
-                        f"Engine: sparse: expected one {name} a layer with SparQ, got one a head"
+                        f"Engine: sparse: expected one {name} a layer, got one a head, with "
+                        f"{self.sparse}"
                     )
         if self.speculative is not None and self.overlap:
             raise InvalidArgument(

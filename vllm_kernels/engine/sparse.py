@@ -13,7 +13,7 @@ from torch import Tensor
 
 import vllm_kernels
 
-from ..errors import Error, InvalidArgument, Unsupported
+from ..errors import Error, InvalidArgument, InvalidType, Unsupported
 from ..hf.attention_interface import AttentionOptions
 from ..kv_cache.tensors import KVCache, KVShape
 from ..ops._refusals import renamed
@@ -35,29 +35,37 @@ class PageSelection:
         sink_pages: Number of first blocks that are always kept.
         recent_pages: Number of last blocks that are always kept, >= 1.
         dense_layers: Number of first layers that attend to all tokens.
+        per_kv_head: Whether each KV head has pages of its own. Layers with sinks are dense then,
+            and an 8-bit cache has one k_scale and one v_scale a layer.
 
     Raises:
-        TypeError: An argument is no integer.
+        TypeError: An argument has another type.
         ValueError: An argument is out of range.
 
     Example:
         >>> from vllm_kernels.integrations.transformers import PageSelection
-        >>> PageSelection(budget=1024)  # Engine(model, tokenizer, sparse=PageSelection(1024))
-        PageSelection(budget=1024, sink_pages=1, recent_pages=4, dense_layers=2)
+        >>> PageSelection(budget=512)  # Engine(model, tokenizer, sparse=PageSelection(512))
+        PageSelection(budget=512, sink_pages=1, recent_pages=4, dense_layers=2, per_kv_head=False)
     """
 
     budget: int = 2048
     sink_pages: int = 1
     recent_pages: int = 4
     dense_layers: int = 2
+    per_kv_head: bool = False
 
     def __post_init__(self) -> None:
         check_integers(self, budget=1, sink_pages=0, recent_pages=1, dense_layers=0)
+        if not isinstance(self.per_kv_head, bool):
+            raise InvalidType(
+                f"PageSelection: per_kv_head: expected a bool, got {self.per_kv_head!r}"
+            )
 
     def serves(self, layer: int, options: AttentionOptions) -> bool:
         """Whether a layer is sparse: positions are lost, which windows and ALiBi need."""
         has_positions = options.sliding_window or options.alibi_slopes is not None
-        return layer >= self.dense_layers and not has_positions
+        is_served = options.sinks is None or not self.per_kv_head
+        return layer >= self.dense_layers and is_served and not has_positions
 
     def refuse(self, shape: KVShape, num_heads: int) -> None:
         """Raises ValueError if the pages that are always kept do not fit the budget."""
@@ -82,7 +90,7 @@ class PageSelection:
         """Attention of one token per sequence."""
         kept, kept_lens = cache.select_pages(
             layer, query, tables, lens, self.budget, sink_pages=self.sink_pages,
-            recent_pages=self.recent_pages,
+            recent_pages=self.recent_pages, per_kv_head=self.per_kv_head,
         )  # fmt: skip
         return cache.attend(layer, query, kept, kept_lens, out=out, **options.arguments())
 

@@ -90,6 +90,7 @@ class KVCache:
             )
         self._k_scales = layer_scales(shape, "k_scale", k_scale, len(of_layer), self.device)
         self._v_scales = layer_scales(shape, "v_scale", v_scale, len(of_layer), self.device)
+        self._has_head_scales = any(torch.as_tensor(x).ndim > 1 for x in (k_scale, v_scale))
         pool = new_pool(shape, num_blocks, self.device, pinned=False)
         self._keys, self._values, self._bounds, self._scales_of_tokens = pool
         self.key_caches = [self._keys[tensor] for tensor in of_layer]
@@ -285,6 +286,7 @@ class KVCache:
         *,
         sink_pages: int = 1,
         recent_pages: int = 4,
+        per_kv_head: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """:func:`vllm_kernels.select_pages` for ``query`` [num_seqs, num_heads, head_size] with
         this layer's bounds: block tables and lengths for :meth:`attend`."""
@@ -300,6 +302,7 @@ class KVCache:
             block_size=self.shape.block_size,
             sink_pages=sink_pages,
             recent_pages=recent_pages,
+            per_kv_head=per_kv_head,
         )
 
     def attend_sparq(
@@ -355,6 +358,9 @@ class KVCache:
     ) -> Tensor:
         """:func:`vllm_kernels.paged_attention` of ``query`` [num_tokens, num_heads, head_size]
         over this layer's pages."""
+        scales = self._scales_of(layer)
+        if block_tables.dim() == 3 and self._is_quantized and not self._has_head_scales:
+            scales = {name: scale[:1] for name, scale in scales.items()}
         return vllm_kernels.paged_attention(
             query,
             *self._pages(layer),
@@ -368,7 +374,7 @@ class KVCache:
             softcap=softcap,
             sinks=sinks,
             layout=self.shape.layout,
-            **self._scales_of(layer),
+            **scales,
             out=out,
         )
 

@@ -22,6 +22,7 @@ from ._common import (
     without_modes,
 )
 from ._refusals import refused
+from .pages import attend_by_kv_head
 
 __all__ = ["paged_attention", "paged_attention_workspace"]
 
@@ -228,7 +229,11 @@ def paged_attention(
             All other strides are free: slices of a packed tensor need no copy. block_size is a
             power of two from 1 to 256; num_heads is a multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks_per_seq] int32; ids of invisible blocks (past the
-            sequence's end, before its window) are ignored.
+            sequence's end, before its window) are ignored. [num_seqs, num_kv_heads,
+            max_blocks_per_seq]: a table for each KV head, for one query token a sequence and a
+            contiguous out. seq_lens may be [num_seqs, num_kv_heads] then. It goes without windows,
+            ALiBi, sinks, trees, shards and scales a KV head, and in layout "NHD" without scales a
+            token.
         seq_lens: [num_seqs] int32, in tokens, the query tokens included. A length above 0 but less
             than the sequence's query tokens is an error if causal, or if window_right is 0. CUDA
             reports it only with VLLM_KERNELS_CHECK=1; otherwise the tokens of negative positions
@@ -309,6 +314,7 @@ def paged_attention(
         contiguous.)
 
     Raises:
+        Unsupported: for an option that a table for each KV head excludes.
         RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
             that overlaps another. On the CPU also for a length, block id, query_start_loc or scale
             out of range, before anything is written; on CUDA such a row is contained (clamped,
@@ -322,6 +328,9 @@ def paged_attention(
         >>> out = vllm_kernels.paged_attention(query, keys, values, table, length, layout="NHD")
         >>> torch.allclose(out, torch.ones(1, 4, 64))
         True
+        >>> tables = torch.tensor([[[3, 5], [7, 1]]], dtype=torch.int32)  # one for each KV head
+        >>> vllm_kernels.paged_attention(query, keys, values, tables, length, layout="NHD").shape
+        torch.Size([1, 4, 64])
         >>> pages = {"kv_indptr": [0, 2], "kv_indices": [3, 5], "last_page_len": [4]}  # the same
         >>> pages = {name: torch.tensor(x, dtype=torch.int32) for name, x in pages.items()}
         >>> csr = vllm_kernels.paged_attention(query, keys, values, **pages, layout="NHD")
@@ -342,7 +351,7 @@ def paged_attention(
         and total_seq_lens is None and shards == 1 and not is_dynamo_compiling()
     ):  # fmt: skip
         try:  # fewer arguments, and an op that makes its result: 3 us less
-            if not modes_are_on():
+            if not modes_are_on() and block_tables is not None and block_tables.dim() != 3:
                 if is_grad_enabled():
                     inference_only("paged_attention", query, key_cache, value_cache)
                 return _result(
@@ -355,7 +364,7 @@ def paged_attention(
                         query, key_cache, value_cache, block_tables, seq_lens, scale, layout,
                         sliding_window, softcap,
                     )  # fmt: skip
-        except (RuntimeError, TypeError, IndexError):
+        except (RuntimeError, TypeError, IndexError, AttributeError):
             pass  # the general call has the error's text
     if modes_are_on() and may_skip_modes():
         return without_modes(paged_attention, locals())
@@ -383,6 +392,8 @@ def paged_attention(
         check_tensors("paged_attention", tree_mask=tree_mask)
     op = _traced if is_dynamo_compiling() else _direct
     try:
+        if kv_indptr is None and isinstance(block_tables, Tensor) and block_tables.dim() == 3:
+            return attend_by_kv_head(paged_attention, locals())
         if tree_mask is not None:
             tree_mask = tree_mask.view(_SIGNED.get(tree_mask.dtype, tree_mask.dtype))
         zero_unowned = out is None and query_start_loc is not None

@@ -1,13 +1,18 @@
-"""Pages of the cache: bounds of their keys, the best ones for a query, copied tokens."""
+"""Pages of the cache: bounds of their keys, the best ones for a query, copied tokens, and
+paged_attention with a block table for each KV head."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._types import Layout
-from ..errors import InvalidArgument, InvalidType
-from ._common import ONE_OR_EACH_HEAD, calls, inference_only, require_list, shape_of
+from ..errors import InvalidArgument, InvalidIndex, InvalidType, Unsupported
+from ._common import ONE_OR_EACH_HEAD, calls, check_tensors, inference_only, require_list, shape_of
 
 __all__ = ["copy_slots", "page_bounds_update", "select_pages"]
 
@@ -108,6 +113,7 @@ def select_pages(
         sink_pages: the first pages, always kept; >= 0.
         recent_pages: the last pages, always kept; >= 1. The newest page may be part full.
         per_kv_head: one table for each KV head, whose score has its own query heads alone.
+            :func:`vllm_kernels.paged_attention` takes these tables, too.
         out: (tables, lens) to be written; made if None.
 
     Returns:
@@ -202,3 +208,151 @@ def copy_slots(caches: list[Tensor], src: Tensor, dst: Tensor, layout: Layout = 
     require_list("copy_slots", "caches", caches)
     inference_only("copy_slots", *caches)
     call.copy_slots(caches, src, dst, layout)
+
+
+# --- paged_attention with a block table for each KV head, on the kernels for one table a sequence.
+# A view of the cache has the pages of all KV heads as pages of one head. Each KV head of a sequence
+# is then a sequence of its own, with the query heads of its group.
+
+_ATTN = "paged_attention"
+_WITH = "with a block table for each KV head"
+
+_REFUSED = {
+    "query_start_loc": None, "alibi_slopes": None, "sliding_window": 0, "sinks": None,
+    "tree_mask": None, "total_seq_lens": None,
+}  # fmt: skip
+_PASSED = (
+    "scale", "softcap", "k_scale", "v_scale", "layout", "return_lse", "workspace",
+    "fixed_split_size", "causal", "window_right", "shards",
+)  # fmt: skip
+_OF_TOKENS = ("k_token_scales", "v_token_scales", "k_token_zeros", "v_token_zeros")
+_PLACE = re.compile(rf"{_ATTN}: (block_tables|seq_lens)\[(\d+)(?:, (\d+))?\]")
+
+
+def attend_by_kv_head(attend: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Calls ``attend``, which is paged_attention, with its arguments for views of one KV head."""
+    for name, default in _REFUSED.items():
+        if given[name] is not default:
+            raise Unsupported(f"{_ATTN}: {name}: expected {default} {_WITH}")
+    for name in ("k_scale", "v_scale"):
+        if isinstance(given[name], Tensor) and given[name].numel() > 1:
+            raise Unsupported(
+                f"{_ATTN}: {name}: expected one element {_WITH}, got {list(given[name].shape)}"
+            )
+    names = ("query", "key_cache", "value_cache", "seq_lens")
+    check_tensors(_ATTN, **{name: given[name] for name in names})
+    try:
+        return _attend(attend, given)
+    except (RuntimeError, TypeError, IndexError) as error:
+        _refuse_as_usual(attend, given)
+        raise _at_its_place(error, given) from None
+
+
+def _attend(attend: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    query, tables, lens, out = (given[x] for x in ("query", "block_tables", "seq_lens", "out"))
+    head_dim = 2 if given["layout"] == "NHD" else 1
+    seqs, num_heads, size = shape_of(_ATTN, "query", query, "num_tokens", "num_heads", "head_size")
+    blocks, heads = given["key_cache"].shape[0], given["key_cache"].shape[head_dim]
+    _require_shapes(given, seqs, heads)
+    key, steps = _merge_heads(given["key_cache"], head_dim)
+    options = {name: given[name] for name in _PASSED}
+    for name, dim in (("value_cache", head_dim), *((name, 1) for name in _OF_TOKENS)):
+        if given[name] is None:
+            continue
+        options[name], others = _merge_heads(given[name], dim)
+        if others != steps:
+            raise Unsupported(
+                f"{_ATTN}: {name}: expected blocks and KV heads {steps} pages apart {_WITH}, as "
+                f'key_cache has them, got {others}; layouts "HND" and "vllm" without gaps have that'
+            )
+    block_step, head_step = steps
+    last = blocks * block_step + (heads - 1) * head_step
+    if block_step <= (heads - 1) * head_step or last >= 2**31:
+        raise Unsupported(
+            f"{_ATTN}: key_cache: expected less than 2^31 pages of one KV head, those of a block "
+            f"next to each other, {_WITH}, got shape {list(given['key_cache'].shape)}, strides "
+            f"{list(given['key_cache'].stride())}"
+        )
+    # Bad ids stay bad: -1 and num_blocks are out of range for every KV head.
+    first = torch.arange(heads, dtype=tables.dtype, device=tables.device)[:, None] * head_step
+    pages = torch.add(first, tables.clamp(-1, blocks), alpha=block_step)
+    lens = lens if lens.dim() == 2 else lens[:, None].expand(-1, heads)
+    shape = (seqs * heads, num_heads // heads, size)
+    result = attend(
+        query.reshape(shape), key, block_tables=pages.flatten(0, 1).contiguous(),
+        seq_lens=lens.reshape(-1).contiguous(), out=None if out is None else out.view(shape),
+        **options,
+    )  # fmt: skip
+    if not given["return_lse"]:
+        return result.view(query.shape) if out is None else out
+    result, lse = result
+    return result.view(query.shape) if out is None else out, lse.view(seqs, num_heads)
+
+
+def _require_shapes(given: Mapping[str, Any], seqs: int, heads: int) -> None:
+    query, tables, lens, out = (given[x] for x in ("query", "block_tables", "seq_lens", "out"))
+    if heads < 1 or query.shape[1] % heads:
+        raise InvalidArgument(
+            f"{_ATTN}: query: expected num_heads to be a multiple of num_kv_heads = {heads} (from "
+            f"key_cache), got {query.shape[1]}"
+        )
+    if tables.shape[:2] != (seqs, heads):
+        raise InvalidArgument(
+            f"{_ATTN}: block_tables: expected shape [{seqs}, {heads}, max_blocks_per_seq] (from "
+            f"query and key_cache), got shape {list(tables.shape)}"
+        )
+    if lens.shape not in ((seqs,), (seqs, heads)):
+        raise InvalidArgument(
+            f"{_ATTN}: seq_lens: expected shape [{seqs}] or [{seqs}, {heads}] (from query and "
+            f"key_cache), got shape {list(lens.shape)}"
+        )
+    if out is not None and (out.shape != query.shape or not out.is_contiguous()):
+        raise InvalidArgument(
+            f"{_ATTN}: out: expected shape {list(query.shape)}, contiguous, {_WITH}, got shape "
+            f"{list(out.shape)}, strides {list(out.stride())}"
+        )
+
+
+def _merge_heads(cache: Tensor, head_dim: int) -> tuple[Tensor, tuple[int, int]]:
+    """The cache with the pages of all KV heads as pages of one. Also how many pages it is from a
+    block to the next, and from a KV head to the next."""
+    blocks, heads = cache.shape[0], cache.shape[head_dim]
+    head = cache.stride(head_dim)
+    block = cache.stride(0) if blocks > 1 else heads * head
+    head = head if heads > 1 else block
+    page, rest = block, head
+    while rest:  # the greatest common divisor, as torch.compile traces it
+        page, rest = rest, page % rest
+    page = page or 1
+    steps = block // page, head // page
+    sizes, strides = list(cache.shape), list(cache.stride())
+    sizes[0] = (blocks - 1) * steps[0] + (heads - 1) * steps[1] + 1 if blocks else 0
+    sizes[head_dim] = 1
+    strides[0] = strides[head_dim] = page
+    return cache.as_strided(sizes, strides), steps
+
+
+def _refuse_as_usual(attend: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raises what the call raises without a table for each KV head, if anything: its text has the
+    caller's shapes."""
+    usual = {name: given[name] for name in (*_PASSED, *_OF_TOKENS)}
+    query, tables, lens = given["query"], given["block_tables"], given["seq_lens"]
+    seqs = query.shape[0] if query.dim() else 0
+    attend(
+        query, given["key_cache"], given["value_cache"], tables.new_zeros(seqs, 1),
+        lens.new_zeros(seqs), **usual,
+    )  # fmt: skip
+
+
+def _at_its_place(error: Exception, given: Mapping[str, Any]) -> Exception:
+    """An error about an index, which names the element of the caller's tensor."""
+    found = _PLACE.match(str(error))
+    if not isinstance(error, InvalidIndex) or found is None:
+        return error
+    name, row, column = found.groups()
+    tensor, heads = given[name], given["block_tables"].shape[1]
+    place = [*divmod(int(row), heads), *([] if column is None else [int(column)])][: tensor.dim()]
+    expected = str(error).partition(": expected ")[2]
+    if column is not None:
+        expected = f"a block in [0, {given['key_cache'].shape[0]})"
+    return InvalidIndex(f"{_ATTN}: {name}{place} = {tensor[tuple(place)]}: expected {expected}")
