@@ -81,7 +81,7 @@ def test_longest_sequence() -> None:
 
 def test_text_and_stop_strings(toy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     text = "The for statement is used to"
-    with Engine(toy, tokenizer, max_length=256) as engine:
+    with Engine(toy, tokenizer, max_length=256, num_blocks=160) as engine:
         params = SamplingParams(max_tokens=40)
         (output,) = engine.generate([text], params)
         (one,) = output.completions
@@ -96,7 +96,7 @@ def test_text_and_stop_strings(toy: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 def test_stream(toy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     params = SamplingParams(max_tokens=30)
-    with Engine(toy, tokenizer, max_length=256) as engine:
+    with Engine(toy, tokenizer, max_length=256, num_blocks=160) as engine:
         other = engine.add_request("Functions are", params)
         outputs = list(engine.stream("A class definition", params))
         assert len(outputs) == 30
@@ -138,7 +138,7 @@ def test_text_that_fails_ends_its_request_alone(
 ) -> None:
     params = SamplingParams(max_tokens=12)
     texts = ["A class", "The for statement", "Functions"]
-    with Engine(toy, tokenizer, max_length=128, overlap=overlap) as engine:
+    with Engine(toy, tokenizer, max_length=128, num_blocks=160, overlap=overlap) as engine:
         expected = [one.completions[0].tokens for one in engine.generate(texts, params)]
         add_text = engine._open.outputs._add_text
 

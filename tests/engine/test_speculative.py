@@ -170,12 +170,14 @@ def test_text_stop_strings_and_logprobs() -> None:
     model = AutoModelForCausalLM.from_pretrained(TOY_MODEL, dtype="float32").eval()
     tokenizer = AutoTokenizer.from_pretrained(TOY_MODEL)
     texts = ["A class definition is a class definition is", "Functions are", "The for statement"]
-    with Engine(model, tokenizer, max_length=128) as engine:
+    with Engine(model, tokenizer, max_length=128, num_blocks=160) as engine:
         (plain,) = engine.generate(texts[:1], SamplingParams(max_tokens=60))
     params = SamplingParams(max_tokens=60, stop=[plain.completions[0].text[30:34]], logprobs=2)
     outputs, streamed = [], []
     for speculative in (None, PromptLookup(6)):
-        with Engine(model, tokenizer, max_length=128, speculative=speculative) as engine:
+        with Engine(
+            model, tokenizer, max_length=128, num_blocks=160, speculative=speculative
+        ) as engine:
             outputs.append(engine.generate(texts, params))
             streamed.append([one.text for one in engine.stream(texts[0], params)])
     assert streamed[0] == streamed[1]

@@ -43,7 +43,7 @@ def test_json_and_regex(overlap: bool, device: str) -> None:
         SamplingParams(max_tokens=20),
     ]
     texts = ["A class definition", "Functions are", "The for statement"]
-    with Engine(model, tokenizer, max_length=128, overlap=overlap) as engine:
+    with Engine(model, tokenizer, max_length=128, num_blocks=160, overlap=overlap) as engine:
         plain = engine.generate(texts[2:], params[2])
         outputs = engine.generate(texts, params)
     for one in outputs[0].completions:

@@ -79,7 +79,7 @@ def by_transformers(model: PreTrainedModel, text: list[int], rounding: Rounding)
 
 
 def by_engine(model: PreTrainedModel, texts: list[list[int]], **options: Any) -> list[list[int]]:
-    with Engine(model, max_length=256, **options) as engine:
+    with Engine(model, max_length=256, num_blocks=160, **options) as engine:
         outputs = engine.generate(texts, SamplingParams(max_tokens=NUM_TOKENS))
     return [output.completions[0].tokens for output in outputs]
 

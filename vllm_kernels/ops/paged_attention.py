@@ -393,7 +393,21 @@ def paged_attention(
     op = _traced if is_dynamo_compiling() else _direct
     try:
         if kv_indptr is None and isinstance(block_tables, Tensor) and block_tables.dim() == 3:
-            return attend_by_kv_head(paged_attention, locals())
+            # locals() breaks the graph of torch 2.11's Dynamo.
+            given = {
+                "query": query, "key_cache": key_cache, "value_cache": value_cache,
+                "block_tables": block_tables, "seq_lens": seq_lens, "out": out,
+                "query_start_loc": query_start_loc, "alibi_slopes": alibi_slopes,
+                "sliding_window": sliding_window, "sinks": sinks, "tree_mask": tree_mask,
+                "total_seq_lens": total_seq_lens, "scale": scale, "softcap": softcap,
+                "k_scale": k_scale, "v_scale": v_scale, "layout": layout,
+                "return_lse": return_lse, "workspace": workspace,
+                "fixed_split_size": fixed_split_size, "causal": causal,
+                "window_right": window_right, "shards": shards,
+                "k_token_scales": k_token_scales, "v_token_scales": v_token_scales,
+                "k_token_zeros": k_token_zeros, "v_token_zeros": v_token_zeros,
+            }  # fmt: skip
+            return attend_by_kv_head(paged_attention, given)
         if tree_mask is not None:
             tree_mask = tree_mask.view(_SIGNED.get(tree_mask.dtype, tree_mask.dtype))
         zero_unowned = out is None and query_start_loc is not None
