@@ -60,7 +60,7 @@ CONSTRUCTOR = {
         ),
         NotImplementedError,
         "sparse: expected None with cache_dtype='int4_per_token', got PageSelection(budget=80, "
-        "sink_pages=1, recent_pages=4, dense_layers=2)",
+        "sink_pages=1, recent_pages=4, dense_layers=2, per_kv_head=False)",
     ),
     "int4, head size": (
         lambda: Engine(tiny_model(head_dim=48), **SMALL | {"cache_dtype": "int4_per_token"}),
@@ -71,7 +71,7 @@ CONSTRUCTOR = {
         of_tiny_model(cache_dtype="int8_per_token", sparse=PageSelection(budget=80)),
         NotImplementedError,
         "sparse: expected None with cache_dtype='int8_per_token', got PageSelection(budget=80, "
-        "sink_pages=1, recent_pages=4, dense_layers=2)",
+        "sink_pages=1, recent_pages=4, dense_layers=2, per_kv_head=False)",
     ),
     "block_size": (
         of_tiny_model(block_size=3),
