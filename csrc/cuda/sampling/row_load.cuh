@@ -224,6 +224,20 @@ __device__ __forceinline__ void for_each_own(const Slice& slice, const Body& bod
   }
 }
 
+// Makes what load_logits() loaded what load_slice() loads: ordered bits of quotients. Returns the
+// thread's highest.
+template <typename T>
+__device__ __forceinline__ Highest divide_row(const Slice& slice, float temperature) {
+  Highest highest;
+  for_each_own<T>(slice, [&](uint32_t word, int index) {
+    const uint32_t ordered =
+        index < slice.size ? ordered_bits(bits_as<float>(word) / temperature) : 0;
+    slice.ordered[index] = ordered;
+    if (index < slice.size) highest.visit(ordered, slice.begin + index);
+  });
+  return highest;
+}
+
 // body(quad, index of its first token in the slice) for the tokens that the lanes of `loaders` of
 // the calling warp loaded. All lanes call it; each has a quad of one of four loaders, or -inf.
 // Behind load_logits() only.

@@ -177,19 +177,6 @@ __device__ __forceinline__ float load_undivided(const SampleParams& p, int sampl
   return highest;
 }
 
-// Makes what load_undivided() loaded what load_row() loads.
-template <typename T>
-__device__ __forceinline__ Highest divide_row(const Slice& slice, float temperature) {
-  Highest highest;
-  for_each_own<T>(slice, [&](uint32_t word, int index) {
-    const uint32_t ordered =
-        index < slice.size ? ordered_bits(bits_as<float>(word) / temperature) : 0;
-    slice.ordered[index] = ordered;
-    if (index < slice.size) highest.visit(ordered, slice.begin + index);
-  });
-  return highest;
-}
-
 // The kept tokens.
 template <typename Cluster>
 __device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, const Slice& slice,
