@@ -76,7 +76,7 @@ struct IndexCheckParams {
   const int32_t* row_starts = nullptr;          // [rows], or null: 0
 
   // With shard_lens, [rows], the values are lengths of sequences, of which the stripe's shard must
-  // have at least so many tokens.
+  // have at least so many tokens. With row_lengths, these count the tokens of the stripe's shard.
   const int32_t* shard_lens = nullptr;
   Stripe stripe = {};
 
@@ -110,7 +110,10 @@ struct IndexCheckParams {
     if (queries <= 0) return {};
     ColumnRange used{.begin = 0, .end = (length + tokens_per_column - 1) / tokens_per_column};
     if (used.end > columns) used.end = columns;
-    const int64_t unseen = sliding_window > 0 ? length - queries + 1 - sliding_window : 0;
+    if (sliding_window <= 0) return used;
+    const int64_t whole = stripe.any() ? stripe.total_lens[row] : length;
+    int64_t unseen = whole - queries + 1 - sliding_window;
+    if (stripe.any()) unseen = stripe.count_before(static_cast<int32_t>(unseen));
     if (unseen > 0) used.begin = unseen / tokens_per_column;
     return used;
   }

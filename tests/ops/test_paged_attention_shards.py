@@ -129,6 +129,18 @@ def test_all_shards_are_the_whole(device, layout, options, interleave):
     assert_right(whole, merged)
 
 
+def test_blocks_before_the_window_may_be_anything(device):
+    """The shard's first 32 of 64 tokens are before the window of each query token."""
+    case = shard_case(device, BF16, [120], [1], split=(2, 0, 16), layout="NHD", sliding_window=20)
+    want = case.run()
+    case.block_tables[:, :2] = -1
+    assert torch.equal(case.run(), want)
+    case.block_tables[:, 3] = -1  # visible
+    if device == "cpu":
+        with raises(re.escape("block_tables[0, 3] = -1")):
+            case.run()
+
+
 def test_explain(device):
     case = shard_case(device, BF16, [4000, 300], [60, 64], heads=32, kv_heads=8, head_size=128)
     text = vllm_kernels.explain(
@@ -144,6 +156,10 @@ def test_bad_input(device):
         ({"total_seq_lens": lens[:1]}, "total_seq_lens: expected num_seqs = 2 (from query_start_l"),
         ({"total_seq_lens": lens.long()}, "total_seq_lens: expected int32, got int64"),
         ({"total_seq_lens": None}, "shards: expected 1 without total_seq_lens, got 3"),
+        (
+            {"total_seq_lens": None, "shards": 1, "shard": 2},
+            "shard: expected 0 without total_seq_l",
+        ),
         ({"shards": 0}, "shards: expected 1 to 65536, got 0"),
         ({"shard": 3}, "shard: expected 0 to 2, got 3"),
         ({"interleave": 0}, "interleave: expected 1 to 16384, got 0"),

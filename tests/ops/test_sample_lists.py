@@ -51,6 +51,17 @@ def test_lists_of_many_sizes(device, dtype, limits, masked):
     check(torch.randn(samples, VOCAB_SIZE).to(device, dtype), request)
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 1e38, 2.0, -0.0])
+def test_a_bias_of_any_value_among_equal_logits(device, dtype, limits, value):
+    """It may make a token of lower id the first of the highest, or no longer be one of them."""
+    samples = 24
+    logits = torch.randint(-2, 3, (samples, VOCAB_SIZE)).to(dtype) * 0.5  # -0.0 among them
+    tokens = torch.randint(VOCAB_SIZE, (samples,)).int()
+    tokens[::3] = logits.float().argmax(-1)[::3]
+    bias = ends(torch.ones(samples, dtype=torch.int64)), tokens, torch.full((samples,), value)
+    check(logits.to(device), limited(samples, limits) | {"bias": bias})
+
+
 @pytest.mark.parametrize("biased", [False, True], ids=["penalized", "biased"])
 def test_the_highest_tokens_are_lowered(device, dtype, limits, biased):
     """Lists of a row's highest tokens, in any order. None of them is drawn."""

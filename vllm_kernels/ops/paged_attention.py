@@ -294,9 +294,9 @@ def paged_attention(
             say that the bytes of a uint8 cache are int4: an element is ``(n - 8) * scale + zero``.
             They may be any floats, as scales.
         total_seq_lens: [num_seqs] int32, for a cache that has only one shard of each sequence, as
-            :class:`vllm_kernels.distributed.ContextParallel` deals them: token t of a sequence is
-            in shard ``t // interleave % shards``. They count the tokens of all shards, and seq_lens
-            those of this one that are in the cache. The mask, windows and ALiBi then go by
+            :class:`vllm_kernels.distributed.ContextParallel` deals them. Token t of a sequence is
+            in shard ``t // interleave % shards``. They count the tokens of all shards. seq_lens
+            counts those of this one that are in the cache. The mask, windows and ALiBi then go by
             positions in the whole sequence. The query tokens are its last ones, whether this shard
             has them or not. Not with tree_mask or kv_indptr. On CUDA prompts run on the decode
             kernels.
@@ -348,7 +348,8 @@ def paged_attention(
         and workspace is None and causal and not (fixed_split_size or kv_ready)
         and kv_indptr is None and k_token_scales is None and v_token_scales is None
         and tree_mask is None and k_token_zeros is None and v_token_zeros is None
-        and total_seq_lens is None and shards == 1 and not is_dynamo_compiling()
+        and total_seq_lens is None and shards == 1 and shard == 0 and interleave == 1
+        and not is_dynamo_compiling()
     ):  # fmt: skip
         try:  # fewer arguments, and an op that makes its result: 3 us less
             if not modes_are_on() and block_tables is not None and block_tables.dim() != 3:
@@ -412,7 +413,7 @@ def paged_attention(
             tree_mask = tree_mask.view(_SIGNED.get(tree_mask.dtype, tree_mask.dtype))
         zero_unowned = out is None and query_start_loc is not None
         has_zeros = k_token_zeros is not None or v_token_zeros is not None
-        is_sharded = total_seq_lens is not None or shards != 1
+        is_sharded = total_seq_lens is not None or (shards, shard, interleave) != (1, 0, 1)
         if tree_mask is not None or zero_unowned or has_zeros or is_sharded:
             last = kv_indptr, max_pages, k_token_scales, v_token_scales, tree_mask, zero_unowned
         if has_zeros or is_sharded:

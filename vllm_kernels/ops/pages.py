@@ -241,6 +241,8 @@ def attend_by_kv_head(attend: Callable[..., Any], given: Mapping[str, Any]) -> A
             )
     names = ("query", "key_cache", "value_cache", "seq_lens")
     check_tensors(_ATTN, **{name: given[name] for name in names})
+    given_too = {name: given[name] for name in ("out", *_OF_TOKENS) if given[name] is not None}
+    check_tensors(_ATTN, **given_too)
     try:
         return _attend(attend, given)
     except (RuntimeError, TypeError, IndexError) as error:

@@ -33,7 +33,7 @@ __device__ __forceinline__ CountBefore count_before(SelectShared& shared, uint32
 
 // The lowest key of the `target` highest: max_key(score, page) of own[i] and page first + i. A
 // score of 0 is no page, and kAlwaysKept does not count. 0: another way must be taken, as where
-// too many scores are nearly equal.
+// too many scores are nearly equal, or seem so beside one that is far away.
 //
 //   range   lowest and highest score
 //   bins    2048 equal parts of the range, as integers; shared atomics count scores
@@ -56,7 +56,7 @@ __device__ __forceinline__ uint64_t edge_of_few(const uint32_t (&own)[4], int fi
   if (lane == 0) shared.warp_keys[warp] = uint64_t{low} << 32 | high;
   if (threadIdx.x == 0) shared.list.sizes[0] = 0;
   const int target = budget - static_cast<int>(count_before(shared, always).all);
-  if (target <= 0) return 0;
+  if (target <= 0) return ~uint64_t{0};  // pages that are always kept fill the budget
   const uint64_t range = shared.warp_keys[lane % kRowWarps];
   low = __reduce_min_sync(kAll, static_cast<uint32_t>(range >> 32));
   high = __reduce_max_sync(kAll, static_cast<uint32_t>(range));

@@ -16,7 +16,6 @@ constexpr int kMaxListed = kRowThreads * 3 / 4;
 __device__ __forceinline__ void prepare_list(SelectShared& shared) {
   const int i = opaque(threadIdx.x);  // keeps no address in registers
   if (i < 3) shared.list.sizes[i] = 0;
-  if (i < kRowWarps) shared.stale[i] = 0;
   if (threadIdx.x == 0) {  // where fewer threads than `count` have a token, every token is listed
     shared.bin = 0;
     shared.before = shared.inside = 0;

@@ -20,7 +20,8 @@ struct Bins {
   alignas(16) uint32_t high[kRadixBins];
 };
 
-// The highest tokens of a row, in the first CTA and in any order (row_list.cuh).
+// The highest tokens of a row, in the first CTA and in any order (row_list.cuh). Before that, in
+// sample.cu, tokens that have a penalty and, in `ordered`, their counts.
 struct List {
   alignas(16) uint32_t ordered[kRowThreads];
   alignas(16) uint32_t tokens[kRowThreads];

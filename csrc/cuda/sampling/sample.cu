@@ -22,12 +22,13 @@ namespace {
 
 constexpr uint32_t kAllTies = 0xffffffffu;
 
-// Begins to bring the bias of a sample into L2, and its token counts into shared memory, one for
-// each thread; more than kRowThreads into L2.
+// Begins to bring a token count for each thread into shared memory. Of each list, as many entries
+// more go into L2.
 __device__ __forceinline__ void begin_changes(const SampleParams& p, int sample,
                                               SelectShared& shared) {
   const Changes changes = Changes::of(p, sample);
   const auto& [bias, counts] = changes;
+  if (threadIdx.x < kRowWarps) shared.stale[threadIdx.x] = 0;
   if (threadIdx.x == kWarpSize) shared.changes = changes;
   if (threadIdx.x == 2 * kWarpSize) shared.penalties = Penalties::read(p, sample);
   const auto prefetch = [](const auto& lists, int64_t i, int64_t end) {
@@ -136,6 +137,7 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int sample,
       },
       [&](uint32_t ordered, int token) { highest.visit(ordered, token); });
   if (!sparse) return highest;
+  // bins[0] is cleared for a count. No CTA sends to bins[1] before the next barrier of the cluster.
   auto* tops = reinterpret_cast<float*>(shared.bins[1].low);
   tops[threadIdx.x] = from_ordered_bits(highest.ordered);
   __syncthreads();
@@ -163,6 +165,7 @@ __device__ __forceinline__ float load_undivided(const SampleParams& p, int sampl
   float highest =
       load_logits<T>(p.logits, p.row_of(sample), aligned, slice, {p.bitmask, p.bitmask.of(sample)});
   if (!p.has_lists()) return highest;
+  // A faster CTA may already send its list to bins[1] of the first one.
   auto* tops = reinterpret_cast<float*>(shared.bins[0].low);
   tops[threadIdx.x] = highest;
   __syncthreads();
@@ -325,7 +328,7 @@ __device__ __forceinline__ FoundRow find_undivided(const SampleParams& p, int sa
 }
 
 // Any row of which find_undivided() found nothing. If it was tried, the slice has what it loaded.
-// Few parameters are passed, and some are read again: registers are short.
+// Some parameters are read again: two CTAs per SM leave 64 registers to a thread.
 template <typename T, typename Cluster>
 __device__ __forceinline__ FoundRow find_row(const SampleParams& p, int sample, bool greedy,
                                              const Slice& slice, bool aligned, SelectShared& shared,

@@ -123,8 +123,13 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
     params.stripe = read_stripe(expect, params, *total_seq_lens, shards, shard, interleave,
                                 queries.num_seqs, read);
   } else {
-    expect.that(shards == 1,
-                "shards: expected 1 without total_seq_lens, got " + std::to_string(shards));
+    const auto plain = [&](const char* name, int64_t value, int64_t expected) {
+      expect.that(value == expected, std::string(name) + ": expected " + std::to_string(expected) +
+                                         " without total_seq_lens, got " + std::to_string(value));
+    };
+    plain("shards", shards, 1);
+    plain("shard", shard, 0);
+    plain("interleave", interleave, 1);
   }
   PageListParams list{};
   if (kv_indptr) {
@@ -420,7 +425,8 @@ void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& bloc
               {.tokens_per_column = params.kv.block_size,
                .row_lengths = params.seq_lens,
                .query_start_loc = params.query_start_loc,
-               .sliding_window = params.stripe.any() ? 0 : params.sliding_window});
+               .sliding_window = params.sliding_window,
+               .stripe = params.stripe});
   read.add(tables, lens);
 }
 

@@ -89,7 +89,8 @@ void check_index(const Expect& expect, const Argument& values, const IndexBounds
         .query_start_loc = used.query_start_loc,
         .sliding_window = used.sliding_window,
         .cumulative_lengths = used.cumulative_lengths,
-        .row_starts = used.row_starts},
+        .row_starts = used.row_starts,
+        .stripe = used.stripe},
        values);
 }
 

@@ -21,6 +21,7 @@ struct UsedColumns {
   int32_t sliding_window = 0;                   // 0: none
   const int32_t* cumulative_lengths = nullptr;  // [rows + 1] tokens
   const int32_t* row_starts = nullptr;          // [rows], or null; with cumulative_lengths
+  Stripe stripe = {};                           // with row_lengths: tokens of a shard
 };
 
 // Checks `values`: [n] or [rows, columns], int32 or int64, stride 1 in the last dimension. Meta

@@ -37,7 +37,7 @@ def _signed(name: str, value: int | Tensor, batch: int) -> int | Tensor:
         want, got = "an int or a tensor", type(value).__name__
     elif value.dtype not in (torch.int64, torch.uint64):
         want, got = "int64 or uint64", str(value.dtype)
-    elif value.shape not in ((1,), (batch,)):
+    elif value.shape not in ((), (1,), (batch,)):
         want, got = f"shape [1] or [{batch}]", str(list(value.shape))
     else:
         return value.view(torch.int64)

@@ -71,7 +71,7 @@ def get_batch_indices_positions(
     tokens = torch.arange(nnz, dtype=append_indptr.dtype, device=append_indptr.device)
     rows = torch.searchsorted(append_indptr, tokens, right=True) - 1
     # One row more: that of the tokens before the first sequence (-1) and after the last one.
-    lens = seq_lens[:batch].to(tokens.device, non_blocking=True)
+    lens = seq_lens[:batch].to(tokens.device, non_blocking=tokens.is_cuda)
     shifts = pad(lens - append_indptr[1:], (0, 1))
     positions = shifts[rows] + tokens
     unowned = (rows < 0) | (rows == batch)
@@ -106,7 +106,7 @@ def append_paged_kv_cache(
 
     Raises:
         InvalidArgument: for tensors that do not fit, by name.
-        InvalidIndex: for a page of kv_indices outside the cache, on a CPU.
+        InvalidIndex: for a page of kv_indices outside the cache, on a CPU. Page -1 may be skipped.
 
     Example:
         >>> from vllm_kernels.compat.flashinfer import append_paged_kv_cache
