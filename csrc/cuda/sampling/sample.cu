@@ -28,7 +28,6 @@ __device__ __forceinline__ void begin_changes(const SampleParams& p, int sample,
                                               SelectShared& shared) {
   const Changes changes = Changes::of(p, sample);
   const auto& [bias, counts] = changes;
-  if (threadIdx.x < kRowWarps) shared.stale[threadIdx.x] = 0;
   if (threadIdx.x == kWarpSize) shared.changes = changes;
   if (threadIdx.x == 2 * kWarpSize) shared.penalties = Penalties::read(p, sample);
   const auto prefetch = [](const auto& lists, int64_t i, int64_t end) {
@@ -371,6 +370,8 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int sample, co
                                            bool aligned, SelectShared& shared) {
   Cluster::begin();
   prepare_list(shared);
+  const int i = opaque(threadIdx.x);  // keeps no address in registers
+  if (i < kRowWarps) shared.stale[i] = 0;
   const SampleRow asked = SampleRow::read(p, sample);
   if (p.has_lists()) begin_changes(p, sample, shared);
   if (p.bitmask.words != nullptr) prefetch_mask(p.bitmask, p.bitmask.of(sample), slice);
