@@ -42,7 +42,10 @@ def run_job(job: Job, on: bool, **environment: str) -> dict[str, Any]:
     )  # fmt: skip
     for line in done.stdout.splitlines():
         if line.startswith(RESULT):
-            return json.loads(line.removeprefix(RESULT))
+            results = json.loads(line.removeprefix(RESULT))
+            if any("error" in result for result in results.values()):
+                print(done.stdout, done.stderr, file=sys.stderr)  # the cause, of vLLM's processes
+            return results
     printed = (done.stdout + done.stderr)[-4000:]
     raise RuntimeError(f"vLLM ended with {done.returncode}: {printed}")
 
