@@ -1,9 +1,9 @@
 """vLLM itself on our kernels: small random models give the tokens of vLLM's own attention.
 
 Needs vLLM, which `make test-vllm` installs in an environment of its own. Every test counts the
-calls of our methods, because a silent fallback to vLLM's kernels gives the right tokens, too: a call
-for each layer and step. The number of steps is known, but for an engine in another process, to which
-prompts come one by one: there it may be a few more.
+calls of our methods, because a silent fallback to vLLM's kernels gives the right tokens, too. There
+must be a call for each layer and step. The number of steps is known. An engine in another process
+may need a few more, because it gets the prompts one by one.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def check(result: dict[str, Any], expected: dict[str, Any], steps: int = TOKENS)
 
 
 def check_workers(result: dict[str, Any], expected: dict[str, Any], layers: int) -> None:
-    """layers: of all workers. Each prompt but the first may begin a step later than the one before."""
+    """layers: of all workers. Each prompt may begin a step later than the one before."""
     steps, rest = divmod(result["calls"]["forward"], layers)
     assert rest == 0 and TOKENS <= steps < TOKENS + len(PROMPTS)
     check(result, expected, steps * layers // LAYERS)
