@@ -214,7 +214,7 @@ def two_workers(folders: dict[str, str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", TENSOR)
 def test_tensor_parallel(own, two_workers, model):
-    """Each worker calls ours for all layers. A prompt may begin a step later than the one before."""
+    """Each worker calls ours for all layers. A prompt may begin a step after the one before."""
     result = two_workers[f"{model}, tensor"]
     steps, rest = divmod(result["calls"]["forward"], 2 * LAYERS)
     assert rest == 0 and TOKENS <= steps < TOKENS + len(PROMPTS)
