@@ -43,8 +43,9 @@ def run_job(job: Job, on: bool, **environment: str) -> dict[str, Any]:
     for line in done.stdout.splitlines():
         if line.startswith(RESULT):
             results = json.loads(line.removeprefix(RESULT))
-            if any("error" in result for result in results.values()):
-                print(done.stdout, done.stderr, file=sys.stderr)  # the cause, of vLLM's processes
+            for result in results.values():
+                if "error" in result:  # the cause may be in what vLLM's other processes printed
+                    result["error"] += done.stderr
             return results
     printed = (done.stdout + done.stderr)[-4000:]
     raise RuntimeError(f"vLLM ended with {done.returncode}: {printed}")
