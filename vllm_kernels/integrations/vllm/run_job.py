@@ -45,7 +45,7 @@ def run_job(job: Job, on: bool, **environment: str) -> dict[str, Any]:
             results = json.loads(line.removeprefix(RESULT))
             for result in results.values():
                 if "error" in result:  # the cause may be in what vLLM's other processes printed
-                    result["error"] += done.stderr
+                    result["error"] += done.stdout.split(RESULT)[0] + done.stderr
             return results
     printed = (done.stdout + done.stderr)[-4000:]
     raise RuntimeError(f"vLLM ended with {done.returncode}: {printed}")
