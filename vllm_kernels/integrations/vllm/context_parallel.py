@@ -73,7 +73,7 @@ def attend_to_shards(
         "return_lse": True, "workspace": metadata.workspace,
     }  # fmt: skip
     starts = metadata.query_start_loc
-    positions = {"causal": False}
+    positions: dict[str, Any] = {"causal": False}
     if impl.shard:
         positions = impl.shard | {"total_seq_lens": metadata.seq_lens}
     context, lse = paged_attention(
