@@ -1,6 +1,7 @@
 """One long sequence over two processes: neither has blocks for it, both together do.
 
-Each process has the whole model, half of the query heads, and every second token of the cache. The
+Each process has the whole model, half of the query heads, and every second token of the cache. Its
+manager makes the same calls as the other one, and fills tables and slots for its own tokens. The
 tokens equal those of transformers' generate in one process, so the last line is True.
 """
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vllm_kernels as vk
 from vllm_kernels.distributed import ContextParallel
-from vllm_kernels.kv_cache import KVCacheManager, OutOfBlocks
+from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager, OutOfBlocks
 from vllm_kernels.kv_cache.tensors import KVCache, KVShape
 
 FOLDER = Path(vk.__file__).parent / "toy_model"
@@ -34,25 +35,23 @@ class Rank:
         self.head_size, self.epsilon = config.head_dim, config.rms_norm_eps
         shape = KVShape(config.num_hidden_layers, self.heads[1], self.head_size, torch.float32)
         self.cache = KVCache(shape, NUM_BLOCKS)
-        manager = KVCacheManager(NUM_BLOCKS, shape.block_size)
         try:
-            manager.allocate(0, length)
+            KVCacheManager(NUM_BLOCKS, shape.block_size).allocate(0, length)
         except OutOfBlocks as error:
             if self.rank == 0:
                 print(f"one process: {error}")
-        (mine,) = self.parallel.local_lens(torch.tensor([length])).tolist()
-        manager.allocate(0, mine)
-        self.table = torch.from_numpy(manager.block_table(0))[None]
-
-    def forward(self, tokens, start):
-        """Computes the tokens from position ``start`` on. Returns the logits of the last one."""
-        decoder, parallel = self.model.model, self.parallel
-        positions = torch.arange(start, start + len(tokens))
-        starts = torch.tensor([0, len(tokens)], dtype=torch.int32)
-        slots = parallel.slots(
-            positions, self.table, block_size=self.cache.shape.block_size, query_start_loc=starts
+        self.manager = KVCacheManager(
+            NUM_BLOCKS, shape.block_size, shards=self.parallel.size, shard=self.rank
         )
-        before = parallel.local_lens(torch.tensor([start]))
+        self.manager.allocate(0, 0)
+        self.buffers = BatchBuffers.zeros(1, NUM_BLOCKS, CHUNK)
+
+    def forward(self, tokens):
+        """Computes the next tokens. Returns the logits of the last one."""
+        decoder, parallel, buffers = self.model.model, self.parallel, self.buffers
+        before = torch.tensor([self.manager.num_local_tokens(0)], dtype=torch.int32)
+        self.manager.step([0], [len(tokens)], buffers)
+        positions, slots = (x[: len(tokens)] for x in (buffers.positions, buffers.slot_mapping))
         x = embedding(tokens, decoder.embed_tokens.weight)
         cos, sin = decoder.rotary_emb(x, torch.arange(2048)[None])
         half = self.head_size // 2
@@ -69,8 +68,9 @@ class Rank:
             self.cache.write(index, key, value, slots)
             mine = query.chunk(parallel.size, 1)[self.rank]
             out = parallel.attend(
-                mine, self.cache.key_caches[index], self.cache.value_caches[index], self.table,
-                before, key=key, value=value, query_start_loc=starts,
+                mine, self.cache.key_caches[index], self.cache.value_caches[index],
+                buffers.block_tables, before, key=key, value=value,
+                query_start_loc=buffers.query_start_loc,
             )  # fmt: skip
             weight = attention.o_proj.weight.chunk(parallel.size, 1)[self.rank]
             x = linear(out.flatten(1), weight)
@@ -88,7 +88,7 @@ def generate(model, prompt):
     computed = 0
     while len(tokens) < len(prompt) + NEW_TOKENS:
         chunk = tokens[computed : computed + CHUNK]
-        logits = rank.forward(torch.tensor(chunk), computed)
+        logits = rank.forward(torch.tensor(chunk))
         computed += len(chunk)
         if computed == len(tokens):
             tokens.append(int(logits.argmax()))

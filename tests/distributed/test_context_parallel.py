@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from helpers import LAYOUTS
 from paged_attention_cases import EIGHT_BITS, per_head
 from shards import dealt_case
 
+from vllm_kernels import reference, reshape_and_cache_flash
 from vllm_kernels.distributed import ContextParallel
 from vllm_kernels.errors import Error
+from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
 
 LENS = [1, 7, 40, 129, 300]
 CHUNKS = [1, 5, 40, 3, 100]  # query tokens: decode, verify, a whole prompt, a chunk
@@ -42,15 +45,21 @@ def test_layouts_and_options(device, layout, queries):
 def test_8_bit_caches(device, stored):
     parallel = ContextParallel(shards=4, interleave=1)
     for queries in (None, CHUNKS):
-        dealt = dealt_case(parallel, LENS, queries, device, stored=stored, scales_per_head=True)
-        dealt.check(parallel.attend(dealt.case.query, *dealt.arguments(), **dealt.options))
+        for window in (0, 50):
+            dealt = dealt_case(
+                parallel, LENS, queries, device, stored=stored, scales_per_head=True,
+                sliding_window=window,
+            )  # fmt: skip
+            lens = dealt.case.seq_lens if window else None
+            options = dealt.options | {"seq_lens": lens}
+            dealt.check(parallel.attend(dealt.case.query, *dealt.arguments(), **options))
 
 
 POSITIONS = {"window": {"sliding_window": 50}, "alibi": {"alibi_slopes": per_head(8, 0.02, 0.2)}}
 
 
 @pytest.mark.parametrize("queries", [None, CHUNKS], ids=["decode", "chunks"])
-@pytest.mark.parametrize(("shards", "interleave"), [(1, 1), (2, 1), (4, 16), (8, 64)])
+@pytest.mark.parametrize(("shards", "interleave"), [(1, 1), (2, 1), (3, 4), (4, 16), (8, 64)])
 @pytest.mark.parametrize("options", POSITIONS.values(), ids=POSITIONS)
 def test_positions(device, dtype, shards, interleave, queries, options):
     """Windows and ALiBi, with the new tokens as key and value."""
@@ -71,12 +80,61 @@ def test_stored_query_tokens(device, dtype, options):
     dealt.check(got)
 
 
-def test_one_token_with_its_key(device):
+@pytest.mark.parametrize("options", [{}, *POSITIONS.values()], ids=["plain", *POSITIONS])
+def test_one_token_with_its_key(device, options):
     """The cache may lack the new token, if the call has it."""
     parallel = ContextParallel(shards=4, interleave=1)
-    dealt = dealt_case(parallel, LENS, [1] * len(LENS), device)
+    dealt = dealt_case(parallel, LENS, [1] * len(LENS), device, **options)
     del dealt.options["query_start_loc"], dealt.options["max_query_len"]
-    dealt.check(parallel.attend(dealt.case.query, *dealt.arguments(), **dealt.options))
+    lens = dealt.case.seq_lens if options else None
+    got = parallel.attend(dealt.case.query, *dealt.arguments(), seq_lens=lens, **dealt.options)
+    dealt.check(got)
+
+
+@pytest.mark.parametrize("interleave", [1, 8])
+def test_managers_of_the_ranks(device, interleave):
+    """KVCacheManager fills the tables, slots and lengths of its rank."""
+    shards, blocks, size = 3, 9, 16
+    parallel = ContextParallel(shards=shards, interleave=interleave)
+    ranks = [
+        KVCacheManager(blocks, size, shards=shards, shard=rank, interleave=interleave)
+        for rank in range(shards)
+    ]
+    for manager, sequence in product(ranks, (0, 1)):
+        manager.allocate(sequence, 0)
+    buffers = [BatchBuffers.zeros(2, 4, 102) for _ in ranks]
+    rows = [torch.randn(3, length, 4, 64, device=device) for length in (150, 51)]
+    caches = torch.full((2, shards, blocks, size, 4, 64), torch.nan, device=device)
+    one, done = torch.ones(1, device=device), [0, 0]
+    for counts in ([90, 7], [59, 43], [1, 1]):
+        new = [of[:, at : at + count] for of, at, count in zip(rows, done, counts)]
+        query, key, value = torch.cat(new, 1)
+        before = [[manager.num_local_tokens(0), manager.num_local_tokens(1)] for manager in ranks]
+        for manager, mine, cache in zip(ranks, buffers, zip(*caches)):
+            manager.step([0, 1], counts, mine)
+            slots = mine.slot_mapping[: sum(counts)].to(device)
+            reshape_and_cache_flash(key, value, *cache, slots, "auto", one, one)
+        done = [at + count for at, count in zip(done, counts)]
+        ends = torch.tensor([0, *done], dtype=torch.int32, device=device)
+        starts = buffers[0].query_start_loc.to(device)
+        tables, local = (
+            torch.stack([getattr(mine, name) for mine in buffers]).to(device)
+            for name in ("block_tables", "seq_lens")
+        )
+        options = {"query_start_loc": starts, "layout": "NHD"}
+        stored = parallel.attend(
+            query, *caches, tables, local, seq_lens=ends[1:], sliding_window=30, **options
+        )
+        keyed = parallel.attend(
+            query, *caches, tables, torch.tensor(before).int().to(device), key=key, value=value,
+            **options,
+        )  # fmt: skip
+        keys, values = torch.cat([of[1:, :end] for of, end in zip(rows, done)], 1)
+        for got, window in ((stored, 29), (keyed, -1)):
+            want, _ = reference.varlen_attention(
+                query, keys, values, starts, ends.cumsum(0), window=(window, -1)
+            )
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_later_tokens_are_invisible(device):
@@ -207,3 +265,13 @@ def test_bad_calls(change: dict[str, Any], message: str) -> None:
     with pytest.raises(Error) as raised:
         parallel.attend(dealt.case.query, **arguments)
     assert str(raised.value) == f"ContextParallel{message}"
+
+
+def test_positions_need_a_power_of_two() -> None:
+    parallel = ContextParallel(shards=2, interleave=3)
+    dealt = dealt_case(parallel, [40])
+    with pytest.raises(Error) as raised:
+        parallel.attend(
+            dealt.case.query, *dealt.arguments(), seq_lens=dealt.case.seq_lens, layout="NHD"
+        )
+    assert str(raised.value) == "paged_attention: interleave: expected a power of two, got 3"

@@ -8,7 +8,16 @@ import re
 import pytest
 import torch
 from helpers import assert_compiles, assert_graph_replays, needs_gpu, raises
-from paged_attention_cases import Case, assert_right, check, make_case, per_head, with_token_scales
+from paged_attention_cases import (
+    Case,
+    alone,
+    assert_right,
+    check,
+    make_case,
+    per_head,
+    with_token_scales,
+    with_token_zeros,
+)
 from torch import Tensor
 
 import vllm_kernels
@@ -72,7 +81,22 @@ def test_heads_and_caches(device, layout, heads, head_size, stored):
     )
     check(case)
     if stored == torch.int8:
-        check(with_token_scales(case))
+        scaled = with_token_scales(case)
+        check(scaled)
+        if head_size % 32 == 0:  # as int4 needs it
+            check(with_token_zeros(scaled))
+
+
+def test_kv_ready_and_fixed_split_size(device, layout):
+    """With splits of one size, a sequence's result has the same bits in any batch."""
+    case = shard_case(device, BF16, [4000, 33, 900], [2, 9, 1], layout=layout, sliding_window=2000)
+    split = case.with_options(fixed_split_size=256)
+    got = split.run()
+    assert_right(case, got, split.run_with_lse(), case.with_options(kv_ready=True).run())
+    for seq in range(3):
+        one, rows = alone(split, seq)
+        totals = case.options["total_seq_lens"][seq : seq + 1]
+        assert torch.equal(one.with_options(total_seq_lens=totals).run(), got[rows]), seq
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -190,6 +190,9 @@ class Logger:
     def info_once(self, text: str, *arguments: object) -> None:
         self.lines.append(text % arguments)
 
+    def warning_once(self, text: str, *arguments: object) -> None:
+        self.lines.append(f"warning: {text % arguments}")
+
 
 def modules(
     on_cpu: bool, version: str, log: list[str], ranks: Ranks | None

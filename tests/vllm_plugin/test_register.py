@@ -76,6 +76,7 @@ def test_on_a_cpu_it_takes_the_place_of_vllms_backend(vllm):
     register()
     assert OVERRIDES == {BackendEnum.CUSTOM: BACKEND, BackendEnum.CPU_ATTN: BACKEND}
     assert set(OUT_OF_TREE) == {"SiluAndMul", "RotaryEmbedding"}
+    assert vllm.log == []
     module, _, name = BACKEND.rpartition(".")
     assert getattr(importlib.import_module(module), name).get_name() == "CUSTOM"
 
@@ -84,6 +85,10 @@ def test_on_a_gpu_the_user_chooses_the_backend(vllm):
     enable(vllm, on_cpu=False)
     assert OVERRIDES == {BackendEnum.CUSTOM: BACKEND}
     assert set(OUT_OF_TREE) == {"SiluAndMul", "RotaryEmbedding"}
+    assert vllm.log == [
+        "warning: VLLM_KERNELS_VLLM=1 turns on small ops alone on a GPU. For attention, start vLLM "
+        "with --attention-backend CUSTOM"
+    ]
 
 
 def test_vllm_learns_the_names_of_our_variables(vllm, monkeypatch):

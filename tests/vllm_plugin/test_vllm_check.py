@@ -29,10 +29,11 @@ def test_without_vllm_it_says_so(vllm, capsys):
     [
         (results(TOKENS, forward=32, do_kv_cache_update=32), {}, 0),
         (results(TOKENS), {}, 1),  # vLLM's own kernels ran
+        (results(TOKENS, forward=16), {}, 1),  # for one layer of two
         (results([[1, 2], [3, 9], [5, 6], [7, 8]], forward=32), {}, 1),
         (results(TOKENS, forward=32), {"forward": 1}, 1),
     ],
-    ids=["good", "silent fallback", "other tokens", "never off"],
+    ids=["good", "silent fallback", "half a fallback", "other tokens", "never off"],
 )
 def test_verdicts(vllm, monkeypatch, capsys, ours, stray, code):
     vllm.install()

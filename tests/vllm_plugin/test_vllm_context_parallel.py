@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from fake_vllm import Ranks
 from test_backend import BATCHES, SCALES, batch, close
 
 from vllm_kernels import reference
-from vllm_kernels.errors import Unsupported
 
 HEADS, SIZE, BLOCK, BLOCKS = 8, 32, 16, 12  # heads of all ranks; one KV head, which all have
 
@@ -34,7 +32,7 @@ def start(vllm, monkeypatch):
 
 
 def make_layer(backend: Any, rank: int, heads: int, **settings: Any) -> Any:
-    layer = backend.Impl(heads, SIZE, SIZE**-0.5, 1, None, settings.pop("window", None), **settings)
+    layer = backend.Impl(heads, SIZE, SIZE**-0.5, 1, **settings)
     layer.dcp_rank = rank
     return layer
 
@@ -63,11 +61,11 @@ def slots(common: Any, rank: int, ranks: int, interleave: int) -> torch.Tensor:
     return torch.tensor(places)
 
 
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("option", ["", "sinks", "window", "ALiBi"])
 @pytest.mark.parametrize("collective", ["ag_rs", "a2a"])
 @pytest.mark.parametrize("interleave", [1, 16])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_together_attend_to_all(start, world_size, interleave, collective, with_sinks):
+def test_ranks_together_attend_to_all(start, world_size, interleave, collective, option):
     """Prompts go in, then a mixed batch continues them; one sequence is new."""
     backend, ranks = start(world_size)
     heads = HEADS // world_size
@@ -76,13 +74,19 @@ def test_ranks_together_attend_to_all(start, world_size, interleave, collective,
     old = batch([(int(n), int(n)) for n in contexts.clamp_min(1)])  # the new one is overwritten
     old.block_table_tensor = new.block_table_tensor
     rows = [torch.randn(int(common.num_actual_tokens), HEADS + 2, SIZE) for common in (old, new)]
-    sinks = torch.randn(HEADS) if with_sinks else None
+    sinks = torch.randn(HEADS) if option == "sinks" else None
+    slopes = torch.rand(HEADS) if option == "ALiBi" else None
+    window = 9 if option == "window" else 0
 
     def run(rank: int) -> torch.Tensor:
         ranks.own.rank = rank
         cache = torch.full((BLOCKS, 1, BLOCK, 2 * SIZE), 1e4)
         mine = slice(rank * heads, (rank + 1) * heads)
-        layer = make_layer(backend, rank, heads, sinks=None if sinks is None else sinks[mine])
+        layer = make_layer(
+            backend, rank, heads, sinks=None if sinks is None else sinks[mine],
+            alibi_slopes=None if slopes is None else slopes[mine].tolist(),
+            sliding_window=window or None,
+        )  # fmt: skip
         settings = config(layer, collective, interleave)
         builder = backend.Builder(SimpleNamespace(), ["0"], settings, torch.device("cpu"))
         for common, tokens in zip((old, new), rows):
@@ -104,7 +108,8 @@ def test_ranks_together_attend_to_all(start, world_size, interleave, collective,
         pages[:, places // BLOCK, places % BLOCK] = tokens[:, HEADS:].transpose(0, 1)[:, :, None]
     want = reference.paged_attention(
         query, pages[0], pages[1], new.block_table_tensor, new.seq_lens,
-        query_start_loc=new.query_start_loc, layout="NHD", sinks=sinks,
+        query_start_loc=new.query_start_loc, layout="NHD", sinks=sinks, alibi_slopes=slopes,
+        sliding_window=window,
     )[0]  # fmt: skip
     close(got, want)
 
@@ -114,14 +119,3 @@ def test_what_the_class_says(start):
     assert backend.Impl.supports_dcp and backend.Impl.can_return_lse_for_decode
     assert backend.Impl.lse_base_on_e  # natural logarithm
     assert not make_layer(backend, 0, 4).fused_rope_kvcache_supported()
-
-
-@pytest.mark.parametrize("settings", [{"window": 8}, {"alibi_slopes": [1.0] * 4}])
-def test_positions_are_unknown_in_a_shard(start, settings):
-    backend, _ = start(2)
-    message = (
-        "vllm_kernels: attention layer: not served: a window or ALiBi with decode context "
-        "parallelism"
-    )
-    with pytest.raises(Unsupported, match=f"^{re.escape(message)}$"):
-        backend.Impl(4, SIZE, 1.0, 1, settings.get("alibi_slopes"), settings.get("window"), "auto")

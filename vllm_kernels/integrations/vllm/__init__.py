@@ -42,7 +42,7 @@ def enable() -> None:
     nothing.
 
     - On a CPU the attention backend takes the place of vLLM's own. vLLM's CPU platform takes no
-      other name.
+      other name. On a GPU this stays the user's choice, and a warning in the log says so.
     - ``SiluAndMul`` and ``RotaryEmbedding`` get our kernels wherever vLLM's custom ops are on.
     - ``rms_norm`` and ``fused_add_rms_norm`` get the provider "vllm_kernels", which
       ``ir_op_priority`` chooses.
@@ -54,6 +54,7 @@ def enable() -> None:
     """
     require_vllm(__name__)
     from vllm import envs
+    from vllm.logger import init_logger
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -66,4 +67,9 @@ def enable() -> None:
             envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.Backend")
+    else:
+        init_logger("vllm.vllm_kernels").warning_once(
+            "VLLM_KERNELS_VLLM=1 turns on small ops alone on a GPU. For attention, start vLLM with "
+            "--attention-backend CUSTOM"
+        )
     register_small_ops()

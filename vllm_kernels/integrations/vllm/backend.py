@@ -180,7 +180,7 @@ class Builder(_Builder):
         for impl in impls:
             impl.move_to(device)
         sharded = impls[0].dcp_world_size > 1 and getattr(kv_cache_spec, "dcp_sharded", True)
-        self.shards = Shards(vllm_config, impls[0], device) if sharded else None
+        self.shards = Shards(vllm_config, impls, device) if sharded else None
         # One a builder: vLLM has a builder for each of the batches that it runs side by side.
         self.workspace = paged_attention_workspace(device) if device.type == "cuda" else None
         self.max_query_len = (
@@ -236,8 +236,6 @@ class Impl(_Impl):
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         reason = reason_not_served(head_size, torch.get_default_dtype(), kv_cache_dtype, attn_type)
-        if reason is None and self.dcp_world_size > 1 and (alibi_slopes or sliding_window):
-            reason = "a window or ALiBi with decode context parallelism"
         self.served = reason is None
         if on_cpu:
             super().__init__(
@@ -258,6 +256,7 @@ class Impl(_Impl):
         if alibi_slopes is not None:
             self.slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
         self.split_size = SPLIT_SIZE if envs.VLLM_BATCH_INVARIANT else 0
+        self.shard: dict[str, Any] = {}  # what positions in a shard need; see Shards
 
     def move_to(self, device: torch.device) -> None:
         """After the weights are loaded and before graphs are captured: what the op takes."""

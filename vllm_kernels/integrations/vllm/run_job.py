@@ -42,7 +42,11 @@ def run_job(job: Job, on: bool, **environment: str) -> dict[str, Any]:
     )  # fmt: skip
     for line in done.stdout.splitlines():
         if line.startswith(RESULT):
-            return json.loads(line.removeprefix(RESULT))
+            results = json.loads(line.removeprefix(RESULT))
+            for result in results.values():
+                if "error" in result:  # the cause may be in what vLLM's other processes printed
+                    result["error"] += done.stdout.split(RESULT)[0] + done.stderr
+            return results
     printed = (done.stdout + done.stderr)[-4000:]
     raise RuntimeError(f"vLLM ended with {done.returncode}: {printed}")
 
