@@ -36,13 +36,14 @@ step_racecheck_build() {  # 2 minutes on 16 cores
       python3 setup.py build_ext --inplace > "$OUT/racecheck_build.log" 2>&1)
   echo "racecheck_build rc=$?"
 }
-step_racecheck() {  # a process a dtype and group: it is slow, mostly on the CPU, and delays tests beside it
-  local groups
+step_racecheck() {  # a process a dtype and group. More than 5 on a GPU take turns and end later
+  local groups gpus
+  gpus=$(nvidia-smi -L | wc -l)
   groups=${RACECHECK_GROUPS:-$(sed -n '/groups = (/,/^    )/s/^ *\([a-z0-9_]*\),$/\1/p' tools/one_shape_each.py)}
   export RACECHECK
   for dtype in ${RACECHECK_DTYPES:-bfloat16 float16 float32}; do
     for group in $groups; do echo "$dtype $group"; done
-  done | xargs -P "$(nproc)" -L 1 bash -c 'log=$OUT/racecheck_$0_$1.log
+  done | xargs -P $((5 * gpus)) -L 1 bash -c 'log=$OUT/racecheck_$0_$1.log
     export CUDA_VISIBLE_DEVICES=$((RANDOM % $(nvidia-smi -L | wc -l)))
     PYTHONPATH=$RACECHECK nice -n 19 compute-sanitizer --tool racecheck --error-exitcode 9 \
       python3 tools/one_shape_each.py "$0" "$1" > "$log" 2>&1
