@@ -239,10 +239,9 @@ def attend_by_kv_head(attend: Callable[..., Any], given: Mapping[str, Any]) -> A
             raise Unsupported(
                 f"{_ATTN}: {name}: expected one element {_WITH}, got {list(given[name].shape)}"
             )
-    names = ("query", "key_cache", "value_cache", "seq_lens")
-    check_tensors(_ATTN, **{name: given[name] for name in names})
-    given_too = {name: given[name] for name in ("out", *_OF_TOKENS) if given[name] is not None}
-    check_tensors(_ATTN, **given_too)
+    tensors = {name: given[name] for name in ("query", "key_cache", "value_cache", "seq_lens")}
+    tensors |= {name: given[name] for name in ("out", *_OF_TOKENS) if given[name] is not None}
+    check_tensors(_ATTN, **tensors)
     try:
         return _attend(attend, given)
     except (RuntimeError, TypeError, IndexError) as error:
