@@ -45,7 +45,6 @@ __device__ __forceinline__ int list_many(SelectShared& shared, const Slice& slic
   __syncthreads();
   const Highest own = divide_row<T>(slice, 1.0f);
   count_highest(shared.bins[0], own.ordered, 0, Radix{});
-  Cluster::sync();
   const int size = list_highest<T, Cluster>(shared, sets, slice, own.ordered, num_top);
   if (size <= kRowThreads) return size;
   list_selected<Cluster>(shared, sets, slice, max, num_top);
