@@ -158,7 +158,7 @@ constexpr const char* kSchemas[] = {
     "Tensor? count_indptr=None, Tensor? count_tokens=None, Tensor? counts=None, "
     "Tensor? repetition=None, Tensor? frequency=None, Tensor? presence=None, "
     "Tensor? bias_indptr=None, Tensor? bias_tokens=None, Tensor? bias_values=None, "
-    "Tensor? rows=None)",
+    "Tensor? rows=None, Tensor!? logprobs=None, Tensor!? ids=None, Tensor!? ranks=None)",
     "top_k_top_p_mask_(Tensor! logits, Tensor? top_k=None, Tensor? top_p=None, "
     "Tensor? min_p=None)",
     "token_logprobs(Tensor! logprobs, Tensor! ids, Tensor! ranks, Tensor logits, Tensor tokens, "

@@ -79,6 +79,29 @@ inline Bitmask read_bitmask(Expect& expect, const Tensor& bitmask,
   return packed;
 }
 
+// Where log-probabilities go: logprobs float32 and ids int64 [num_samples, 1 + num_top], ranks
+// int64 [num_samples]. `written` gets them.
+inline TokenLogprobsParams read_logprobs(Expect& expect, const Tensor& logprobs, const Tensor& ids,
+                                         const Tensor& ranks, Size& samples, Arguments& written) {
+  Size columns("1 + num_top");
+  const Argument l =
+      expect.tensor("logprobs", logprobs).float32().shape({&samples, &columns}).contiguous();
+  const Argument i = expect.tensor("ids", ids).int64().shape({&samples, &columns}).contiguous();
+  const Argument r = expect.tensor("ranks", ranks).int64().shape({&samples}).contiguous();
+  if (columns < 1 || columns > 1 + kMaxTopLogprobs) {
+    l.fail("expected 1 to " + std::to_string(1 + kMaxTopLogprobs) + " columns, got shape " +
+           l.shape_text());
+  }
+  written.add(l, i, r);
+  TokenLogprobsParams params{};
+  params.logprobs = l.as<float>();
+  params.ids = i.as<int64_t>();
+  params.ranks = r.as<int64_t>();
+  params.num_samples = samples;
+  params.num_top = int32_size(l, "num_top", columns - 1);
+  return params;
+}
+
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 
 // Launches with scratch for rows that do not fit in shared memory. The allocator reuses it in the
@@ -110,6 +133,11 @@ void launch_rows(const Params& params, int64_t, const Tensor& on) {
     kernel.run(with_scratch, begin, end);
   };
   torch::stable::parallel_for(0, kernel.num_tasks(params), 1, run);
+}
+
+inline void launch_rows(const SampleLogprobsParams& params, int64_t samples, const Tensor& on) {
+  launch_rows<SampleParams>(params, samples, on);
+  launch_rows(params.logprobs, samples, on);
 }
 
 #endif

@@ -17,33 +17,20 @@ void token_logprobs(const Tensor& logprobs, const Tensor& ids, const Tensor& ran
                     const Tensor& logits, const Tensor& tokens, const std::optional<Tensor>& rows) {
   Expect expect("token_logprobs");
   Size num_rows("num_rows"), vocab_size("vocab_size"), samples("num_samples");
-  Size columns("1 + num_top");
   const Argument x = read_logits(expect, logits, num_rows, vocab_size);
   Arguments read(x);
   const int32_t* row_ids = read_rows(expect, rows, num_rows, samples, read);
   const Argument t = expect.tensor("tokens", tokens).int64().shape({&samples}).contiguous();
-  const Argument l =
-      expect.tensor("logprobs", logprobs).float32().shape({&samples, &columns}).contiguous();
-  const Argument i = expect.tensor("ids", ids).int64().shape({&samples, &columns}).contiguous();
-  const Argument r = expect.tensor("ranks", ranks).int64().shape({&samples}).contiguous();
-  if (columns < 1 || columns > 1 + kMaxTopLogprobs) {
-    l.fail("expected 1 to " + std::to_string(1 + kMaxTopLogprobs) + " columns, got shape " +
-           l.shape_text());
-  }
   read.add(t);
-  expect.apart({l, i, r}, read);
+  Arguments written;
+  TokenLogprobsParams params = read_logprobs(expect, logprobs, ids, ranks, samples, written);
+  expect.apart(written, read);
   check_index(expect, t, {.noun = "a token", .high = vocab_size});
   if (samples == 0) return;
-  launch_rows(TokenLogprobsParams{.logprobs = l.as<float>(),
-                                  .ids = i.as<int64_t>(),
-                                  .ranks = r.as<int64_t>(),
-                                  .logits = pack_logits(x),
-                                  .num_samples = samples,
-                                  .rows = row_ids,
-                                  .tokens = t.as<const int64_t>(),
-                                  .num_top = int32_size(l, "num_top", columns - 1),
-                                  .scratch = nullptr},
-              samples, logits);
+  params.logits = pack_logits(x);
+  params.rows = row_ids;
+  params.tokens = t.as<const int64_t>();
+  launch_rows(params, samples, logits);
 }
 
 void softmax(const Tensor& out, const Tensor& logits, const std::optional<Tensor>& temperature) {

@@ -1,5 +1,6 @@
 // Bindings of sample and top_k_top_p_mask_. ops/sampling/sample.h has the parameters.
-//   sample             logits [num_rows, vocab_size] -> tokens int64 [num_samples]
+//   sample             logits [num_rows, vocab_size] -> tokens int64 [num_samples], and optional
+//                      log-probabilities of these
 //   top_k_top_p_mask_  logits [num_rows, vocab_size], -inf where a token is not kept
 #include "torch_ops/sampling/logits.h"
 
@@ -73,6 +74,15 @@ TokenLists<Value> read_lists(Expect& expect, const ListNames& names, const ListT
           .size = size};
 }
 
+// Draws tokens, and finds their log-probabilities if they are asked for.
+void launch_sample(SampleLogprobsParams& params, bool with_logprobs, const Tensor& logits) {
+  if (!with_logprobs) return launch_rows<SampleParams>(params, params.num_samples, logits);
+  params.logprobs.logits = params.logits;
+  params.logprobs.rows = params.rows;
+  params.logprobs.tokens = params.tokens;
+  launch_rows(params, params.num_samples, logits);
+}
+
 void sample(const Tensor& tokens, const Tensor& logits, const std::optional<Tensor>& temperature,
             const std::optional<Tensor>& top_k, const std::optional<Tensor>& top_p,
             const std::optional<Tensor>& min_p, const std::optional<Tensor>& uniforms,
@@ -82,12 +92,14 @@ void sample(const Tensor& tokens, const Tensor& logits, const std::optional<Tens
             const std::optional<Tensor>& counts, const std::optional<Tensor>& repetition,
             const std::optional<Tensor>& frequency, const std::optional<Tensor>& presence,
             const std::optional<Tensor>& bias_indptr, const std::optional<Tensor>& bias_tokens,
-            const std::optional<Tensor>& bias_values, const std::optional<Tensor>& rows) {
+            const std::optional<Tensor>& bias_values, const std::optional<Tensor>& rows,
+            const std::optional<Tensor>& logprobs, const std::optional<Tensor>& ids,
+            const std::optional<Tensor>& ranks) {
   Expect expect("sample");
   Size num_rows("num_rows"), vocab_size("vocab_size"), samples("num_samples");
   const Argument x = read_logits(expect, logits, num_rows, vocab_size);
   Arguments read(x);
-  SampleParams params{};
+  SampleLogprobsParams params{};
   params.op = "sample";
   params.rows = read_rows(expect, rows, num_rows, samples, read);
   const Argument t = expect.tensor("tokens", tokens).int64().shape({&samples}).contiguous();
@@ -111,12 +123,16 @@ void sample(const Tensor& tokens, const Tensor& logits, const std::optional<Tens
   params.bias =
       read_lists<float>(expect, {"bias_indptr", "bias_tokens", "bias_values"},
                         {bias_indptr, bias_tokens, bias_values}, samples, vocab_size, read);
-  expect.apart({t}, read);
+  Arguments written(t);
+  expect.that(logprobs.has_value() == ids.has_value() && ids.has_value() == ranks.has_value(),
+              "logprobs: expected logprobs, ids and ranks together, got some of them");
+  if (logprobs) params.logprobs = read_logprobs(expect, *logprobs, *ids, *ranks, samples, written);
+  expect.apart(written, read);
   if (samples == 0) return;
   params.tokens = t.as<int64_t>();
   params.logits = pack_logits(x);
   params.num_samples = samples;
-  launch_rows(params, samples, logits);
+  launch_sample(params, logprobs.has_value(), logits);
 }
 
 void top_k_top_p_mask_(const Tensor& logits, const std::optional<Tensor>& top_k,
