@@ -33,6 +33,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, lens: Tenso
     vk.paged_attention(query, key, value, table, lens, window=4)  # type: ignore[call-overload]
 
 
+def draw(logits: Tensor, number: int, maybe: int | None) -> Tensor:
+    assert_type(vk.sample(logits, temperature=logits), Tensor)
+    tokens, logprobs, ids, ranks = vk.sample(logits, num_logprobs=number)
+    assert_type(ranks, Tensor)
+    result = vk.sample(logits, num_logprobs=maybe)
+    assert_type(result, Tensor | tuple[Tensor, Tensor, Tensor, Tensor])
+    vk.sample(logits, num_logprobs="5")  # type: ignore[call-overload]
+    return tokens + ids + logprobs
+
+
 def either(query: Tensor, starts: Tensor, return_lse: bool) -> None:
     result = vk.varlen_attention(query, query, query, starts, starts, return_lse=return_lse)
     assert_type(result, Tensor | tuple[Tensor, Tensor])

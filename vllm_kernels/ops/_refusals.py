@@ -89,7 +89,7 @@ def _wrong_kind(op: str, given: Mapping[str, object], scales_of: str) -> Invalid
     arguments = getattr(library_ops, op).default._schema.arguments
     named = any(argument.name == "window" for argument in arguments)
     if "window" in given and not named and not _is_window(given["window"]):
-        return InvalidType(f"{op}: window: expected (left, right), got {_short(given['window'])}")
+        return InvalidType(f"{op}: window: expected (left, right), got {short(given['window'])}")
     if isinstance(given.get("return_lse"), Tensor):  # no argument of the op
         return InvalidType(f"{op}: return_lse: expected a bool, got a tensor")
     for argument in arguments:
@@ -104,7 +104,7 @@ def _wrong_kind(op: str, given: Mapping[str, object], scales_of: str) -> Invalid
         fits, expected = _KINDS[kind]
         if fits(value):
             continue
-        got = _short(value)
+        got = short(value)
         if kind == "Tensor" and value is not None and argument.name.endswith(_SCALES):
             expected = f"a float32 tensor of {scales_of}"
         elif kind == "Tensor":
@@ -161,11 +161,11 @@ def _other_than_dense(tensor: Tensor) -> str | None:
     return "a negated view; call .resolve_neg()" if tensor.is_neg() else None
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     if isinstance(value, Tensor):  # its elements may be many, or freed
         return "a tensor"
     if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
-        return f"[{', '.join(map(_short, value))}]"[:40]
+        return f"[{', '.join(map(short, value))}]"[:40]
     return " ".join(f"{value!r:.40}".split())
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument
 from ._common import calls, shape_of
+from ._refusals import short
 
 __all__ = [
     "append_token_counts",
@@ -24,6 +27,56 @@ call = calls(__all__)
 TokenLists = tuple[Tensor, Tensor, Tensor]
 """A list of tokens per sample: indptr int32 [num_samples + 1], tokens int32 [entries] and values
 [entries]. The tokens of a sample are distinct. Token -1 skips its entry."""
+
+MAX_TOP_LOGPROBS = 128
+
+
+@overload
+def sample(
+    logits: Tensor,
+    *,
+    temperature: Tensor | None = ...,
+    top_k: Tensor | None = ...,
+    top_p: Tensor | None = ...,
+    min_p: Tensor | None = ...,
+    uniforms: Tensor | None = ...,
+    seeds: Tensor | None = ...,
+    offsets: Tensor | None = ...,
+    bitmask: Tensor | None = ...,
+    bitmask_rows: Tensor | None = ...,
+    token_counts: TokenLists | None = ...,
+    repetition: Tensor | None = ...,
+    frequency: Tensor | None = ...,
+    presence: Tensor | None = ...,
+    bias: TokenLists | None = ...,
+    rows: Tensor | None = ...,
+    num_logprobs: None = ...,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def sample(
+    logits: Tensor,
+    *,
+    temperature: Tensor | None = ...,
+    top_k: Tensor | None = ...,
+    top_p: Tensor | None = ...,
+    min_p: Tensor | None = ...,
+    uniforms: Tensor | None = ...,
+    seeds: Tensor | None = ...,
+    offsets: Tensor | None = ...,
+    bitmask: Tensor | None = ...,
+    bitmask_rows: Tensor | None = ...,
+    token_counts: TokenLists | None = ...,
+    repetition: Tensor | None = ...,
+    frequency: Tensor | None = ...,
+    presence: Tensor | None = ...,
+    bias: TokenLists | None = ...,
+    rows: Tensor | None = ...,
+    num_logprobs: int,
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 
 def sample(
@@ -44,8 +97,9 @@ def sample(
     presence: Tensor | None = None,
     bias: TokenLists | None = None,
     rows: Tensor | None = None,
+    num_logprobs: int | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draws one token per sample, in one launch and without a sort.
 
     The steps, in vLLM's order and in float32: the bitmask, the bias, the penalties, division by the
@@ -78,11 +132,19 @@ def sample(
         bias: lists of (indptr, tokens, float32 values), added to the logits.
         rows: int32 [num_samples], the row of logits of each sample, which samples may share.
             None: i.
+        num_logprobs: 0 to 128, the number of most likely tokens whose log-probabilities are
+            returned, too, after that of the drawn one. None: no log-probabilities.
         out: int64 [num_samples]; made if None.
 
     Returns:
         Tokens, int64 [num_samples]. If the highest logit of a row is NaN, +inf or -inf, its first
         token with that logit.
+
+        With ``num_logprobs``: ``(tokens, logprobs, ids, ranks)``, also what ``token_logprobs``
+        gives for these tokens. It is the log_softmax of the logits as they are: no mask, no bias,
+        no penalties, no temperature. CUDA finds it in the same launch. A greedy row or one with a
+        top_k is read once if it has no mask, bias or penalties. Its log-probabilities are then
+        within 2e-6 of those of ``token_logprobs``. Other rows are read again.
 
     Raises:
         RuntimeError: for logits that are not [rows, vocab] floats of at most 262,144 columns, and
@@ -95,18 +157,37 @@ def sample(
         >>> ones = torch.ones(1)
         >>> vllm_kernels.sample(logits, temperature=ones, uniforms=0.99 * ones)
         tensor([2])
+        >>> vllm_kernels.sample(torch.zeros(1, 2), num_logprobs=0)
+        (tensor([0]), tensor([[-0.6931]]), tensor([[0]]), tensor([2]))
     """
-    if out is None:
+    if out is None or num_logprobs is not None:
         samples = shape_of("sample", "logits", logits, "num_rows", "vocab_size")[:1]
         if rows is not None:
             samples = shape_of("sample", "rows", rows, "num_samples")
+    if out is None:
         out = torch.empty(samples, dtype=torch.int64, device=logits.device)
+    found = None
+    if num_logprobs is not None:
+        found = _made_for_logprobs("sample", "num_logprobs", num_logprobs, samples, logits.device)
     call.sample(
         out, logits, temperature, top_k, top_p, min_p, uniforms, seeds, offsets, bitmask,
         bitmask_rows, *(token_counts or (None, None, None)), repetition, frequency, presence,
-        *(bias or (None, None, None)), rows,
+        *(bias or (None, None, None)), rows, *(found or (None, None, None)),
     )  # fmt: skip
-    return out
+    return out if found is None else (out, *found)
+
+
+def _made_for_logprobs(
+    op: str, name: str, num_top: int, samples: torch.Size, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns logprobs, ids and ranks, which an op fills."""
+    if not isinstance(num_top, int) or not 0 <= num_top <= MAX_TOP_LOGPROBS:
+        expected = f"an int of 0 to {MAX_TOP_LOGPROBS}"
+        raise InvalidArgument(f"{op}: {name}: expected {expected}, got {short(num_top)}")
+    shape = (*samples, 1 + num_top)
+    logprobs = torch.empty(shape, dtype=torch.float32, device=device)
+    ids = torch.empty(shape, dtype=torch.int64, device=device)
+    return logprobs, ids, torch.empty(samples, dtype=torch.int64, device=device)
 
 
 def top_k_top_p_mask_(
@@ -167,15 +248,11 @@ def token_logprobs(
         >>> vllm_kernels.token_logprobs(logits, torch.tensor([1]))
         (tensor([[-0.6931]]), tensor([[1]]), tensor([2]))
     """
-    if not isinstance(num_top, int) or num_top < 0:
-        raise InvalidArgument(f"token_logprobs: num_top: expected an int >= 0, got {num_top!r:.40}")
     shape_of("token_logprobs", "logits", logits, "num_rows", "vocab_size")
-    shape = (*shape_of("token_logprobs", "tokens", tokens, "num_samples"), 1 + num_top)
-    logprobs = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
-    ranks = torch.empty(shape[0], dtype=torch.int64, device=logits.device)
-    call.token_logprobs(logprobs, ids, ranks, logits, tokens, rows)
-    return logprobs, ids, ranks
+    samples = shape_of("token_logprobs", "tokens", tokens, "num_samples")
+    found = _made_for_logprobs("token_logprobs", "num_top", num_top, samples, logits.device)
+    call.token_logprobs(*found, logits, tokens, rows)
+    return found
 
 
 def softmax(logits: Tensor, temperature: Tensor | None = None, out: Tensor | None = None) -> Tensor:

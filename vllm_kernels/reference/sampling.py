@@ -8,6 +8,8 @@ the float64 sum to odd first. Then rounding it to float32 gives what one roundin
 
 from __future__ import annotations
 
+from typing import Any, overload
+
 import torch
 from torch import Tensor
 
@@ -197,6 +199,16 @@ def _draw(x: Tensor, kept: Tensor, random: int) -> int:
 # --- the ops --------------------------------------------------------------------------------------
 
 
+@overload
+def sample(logits: Tensor, *, num_logprobs: None = ..., **request: Any) -> Tensor: ...
+
+
+@overload
+def sample(
+    logits: Tensor, *, num_logprobs: int, **request: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+
 def sample(
     logits: Tensor,
     *,
@@ -208,9 +220,10 @@ def sample(
     seeds: Tensor | None = None,
     offsets: Tensor | None = None,
     rows: Tensor | None = None,
+    num_logprobs: int | None = None,
     **processors: Tensor | TokenLists | None,
-) -> Tensor:
-    """[num_rows, vocab_size] -> int64 [num_samples] on the CPU."""
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[num_rows, vocab_size] -> int64 [num_samples] on the CPU, and what token_logprobs gives."""
     samples = logits.shape[0] if rows is None else rows.numel()
     tokens = torch.empty(samples, dtype=torch.int64)
     for i in range(samples):
@@ -230,7 +243,9 @@ def sample(
             random = philox(int(seeds[i]), int(offsets[i]))
         kept = kept_tokens(x, int(_at(top_k, i, 0)), _at(top_p, i, 1.0), _at(min_p, i, 0.0))
         tokens[i] = _draw(x, kept, random)
-    return tokens
+    if num_logprobs is None:
+        return tokens
+    return tokens, *token_logprobs(logits, tokens, num_logprobs, rows=rows)
 
 
 def _first_highest(x: Tensor) -> int:
