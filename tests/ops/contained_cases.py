@@ -39,6 +39,7 @@ from contained_cases_rope import (
     rope_and_cache,
     rotary_embedding,
 )
+from contained_cases_sampling import sample
 
 import vllm_kernels as vk
 
@@ -107,6 +108,7 @@ CASES = {
     "sparq_attention": sparq_attention,
     "value_mean_update": value_mean_update,
     "copy_slots": copy_slots,
+    "sample": sample,
     "reshape_and_cache_per_token_quant": partial(per_token_quant, 8),
     "reshape_and_cache_per_token_quant, int4": partial(per_token_quant, 4),
     "concat_and_cache_mla": lambda: concat_and_cache_mla("auto"),

@@ -83,6 +83,8 @@ def typed_arguments(op: str, call: Call) -> Call:
     if op == "paged_attention" and call["kv_indptr"] is not None:
         call = {PAGE_LIST.get(name, name): value for name, value in call.items()}
     given = {name: call[name] for name in parameters if name in call}
+    if op == "sample" and "logprobs" in call:
+        given["num_logprobs"] = call["logprobs"].shape[1] - 1
     if op == "select_pages":  # the schema's tables say it by their size
         given["budget"] = call["tables"].shape[-1] * call["block_size"]
         given["per_kv_head"] = call["tables"].dim() == 3

@@ -36,7 +36,7 @@ from paged_attention_cases import (
     with_token_scales,
     with_token_zeros,
 )
-from sampling_cases import check, random_sample
+from sampling_cases import check, check_logprobs, random_sample
 
 import vllm_kernels
 
@@ -186,8 +186,10 @@ def check_graph(device: str) -> None:
 
 
 def check_sample(device: str) -> None:
-    """The tokens of the reference."""
-    check(*random_sample(device))
+    """The tokens of the reference, and their log-probabilities."""
+    logits, request = random_sample(device)
+    check(logits, request)
+    check_logprobs(logits, request, random.choice([0, 1, 5, 20, 128]))
 
 
 def kind_of(device: str, point: int) -> Callable[[str], None]:

@@ -22,6 +22,24 @@ def check(logits: Tensor, request: dict[str, object]) -> Tensor:
     return got
 
 
+def check_logprobs(logits: Tensor, request: dict[str, object], *numbers: int) -> None:
+    """`sample` gives the same tokens with any of these numbers of log-probabilities. These are the
+    reference's, on a CPU exactly."""
+    given = on(logits.device.type, request)
+    tokens = vllm_kernels.sample(logits, **given)
+    want = reference.token_logprobs(logits, tokens, max(numbers), rows=request.get("rows"))
+    tolerance = 2e-6 if logits.is_cuda else 0.0
+    for number in numbers:
+        again, *found = vllm_kernels.sample(logits, **given, num_logprobs=number)
+        assert torch.equal(again, tokens)
+        logprobs, ids, ranks = (x.cpu() for x in found)
+        assert torch.equal(ids, want[1][:, : 1 + number])
+        assert torch.equal(ranks, want[2])
+        torch.testing.assert_close(
+            logprobs, want[0][:, : 1 + number], atol=tolerance, rtol=tolerance, equal_nan=True
+        )
+
+
 def drawn(samples: int) -> dict[str, Tensor]:
     return {"temperature": torch.ones(samples), "uniforms": torch.rand(samples)}
 

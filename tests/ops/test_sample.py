@@ -296,5 +296,9 @@ def test_opcheck_and_compile(device, dtype, seeded):
     request = random_request(5, 64, full=True, seeded=seeded)
     request = on(device, request | {"rows": torch.tensor([0, 3, 3, 1, 2]).int()})
     opcheck("sample", tokens[:4], x)
+    logprobs, ids = torch.empty(5, 3, device=device), tokens[:, None].repeat(1, 3)
+    written = {"logprobs": logprobs, "ids": ids, "ranks": torch.empty_like(tokens)}
     opcheck("sample", tokens, x, **flat(request))
+    opcheck("sample", tokens, x, **flat(request), **written)
     assert_compiles(lambda: vllm_kernels.sample(x, **request))
+    assert_compiles(lambda: vllm_kernels.sample(x, **request, num_logprobs=2))

@@ -40,6 +40,24 @@ def sample(seeded: bool) -> Call:
     return {"tokens": torch.full((SAMPLES,), -7), "logits": logits, "rows": rows()} | flat(request)
 
 
+def sample_logprobs(call: Call) -> Call:
+    unset = token_logprobs(5)
+    return call | {name: unset[name] for name in ("logprobs", "ids", "ranks")}
+
+
+def sample_few() -> Call:
+    """Without changes of logits: log-probabilities come with a short list of tokens."""
+    return {
+        "tokens": torch.full((SAMPLES,), -7),
+        "logits": some_logits(),
+        "rows": rows(),
+        "temperature": pick([0.0, 0.7, 1.0, 3.0], SAMPLES),
+        "top_k": pick([0, 1, 50, 127, 129], SAMPLES).int(),
+        "top_p": pick([1.0, 0.9, 0.2], SAMPLES),
+        "uniforms": torch.rand(SAMPLES),
+    }
+
+
 def top_k_top_p_mask() -> Call:
     return {
         "logits": some_logits(),
@@ -91,6 +109,8 @@ def spec_verify(sampled: bool) -> Call:
 CALLS: dict[str, tuple[str, Callable[[], Call]]] = {
     "sample-uniforms": ("sample", lambda: sample(False)),
     "sample-seeds": ("sample", lambda: sample(True)),
+    "sample-logprobs": ("sample", lambda: sample_logprobs(sample(True))),
+    "sample-logprobs-few": ("sample", lambda: sample_logprobs(sample_few())),
     "top_k_top_p_mask_": ("top_k_top_p_mask_", top_k_top_p_mask),
     "apply_token_bitmask_": ("apply_token_bitmask_", token_bitmask),
     "token_logprobs-0": ("token_logprobs", lambda: token_logprobs(0)),

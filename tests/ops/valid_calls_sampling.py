@@ -35,6 +35,14 @@ def token_list(values: Tensor, names: tuple[str, str, str]) -> Call:
     return dict(zip(names, lists))
 
 
+def unset_logprobs() -> Call:
+    width = 1 + choice([0, 1, 5])
+    return {
+        "logprobs": unset(3, width), "ids": torch.full((3, width), -7),
+        "ranks": torch.full((3,), -7),
+    }  # fmt: skip
+
+
 @calls("sample")
 def draw(op: str) -> Call:
     random_numbers = choice([
@@ -55,6 +63,8 @@ def draw(op: str) -> Call:
             call[name] = maybe(torch.rand(3) + 0.5)
     if random.random() < 0.5:
         call |= token_list(torch.randn(5), ("bias_indptr", "bias_tokens", "bias_values"))
+    if random.random() < 0.5:
+        call |= unset_logprobs()
     return call
 
 
@@ -65,12 +75,9 @@ def mask_unlikely(op: str) -> Call:
 
 @calls("token_logprobs")
 def logprobs(op: str) -> Call:
-    width = 1 + choice([0, 1, 5])
-    return {
-        "logprobs": unset(3, width), "ids": torch.full((3, width), -7),
-        "ranks": torch.full((3,), -7), "logits": some_logits(),
-        "tokens": torch.randint(0, VOCABULARY, (3,)), "rows": maybe(ints(2, 0, 0)),
-    }  # fmt: skip
+    tokens = torch.randint(0, VOCABULARY, (3,))
+    rows = maybe(ints(2, 0, 0))
+    return {**unset_logprobs(), "logits": some_logits(), "tokens": tokens, "rows": rows}
 
 
 @calls("softmax")
