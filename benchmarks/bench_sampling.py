@@ -98,6 +98,9 @@ def calls_of(rows: int, vocab: int, dtype: torch.dtype, device: str) -> dict[str
             table[kind]["torch"] = lambda i, k=top_k, p=top_p: torch_sample(
                 logits[i], k, p, full["uniforms"]
             )
+    table["top_k + top_p, 5 logprobs"] = {
+        "ours": lambda i: vllm_kernels.sample(logits[i], **full, num_logprobs=5, out=out)
+    }
     tokens = torch.randint(vocab, (rows,), device=device)
     table["token_logprobs, 5"] = {
         "ours": lambda i: vllm_kernels.token_logprobs(logits[i], tokens, 5),

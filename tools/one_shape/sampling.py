@@ -31,6 +31,10 @@ def sampling() -> None:
             ):
                 vllm_kernels.sample(logits, **drawn, **limits)
             vllm_kernels.sample(logits)
+            # Log-probabilities of a list, of a masked row, of a nucleus, of a greedy row.
+            few = drawn | {"top_k": 50 * ints, "top_p": 0.9 * ones}
+            for request in (few, few | {"bitmask": mask}, drawn | {"top_p": 0.9 * ones}, {}):
+                vllm_kernels.sample(logits, **request, num_logprobs=20)
             # Equal logits, which overflow every list.
             vllm_kernels.sample(0 * logits, **drawn, top_p=0.9 * ones)
             vllm_kernels.sample(logits, **drawn, rows=0 * ints)
