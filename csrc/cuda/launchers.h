@@ -83,6 +83,7 @@ void launch(const CombineAttnPartialsParams& params, Stream stream);
 // Bytes of `scratch` that the three launchers below need for so many samples; often none.
 int64_t sampling_scratch_bytes(const LogitRows& logits, int64_t samples);
 void launch(const SampleParams& params, Stream stream);
+void launch(const SampleLogprobsParams& params, Stream stream);
 void launch(const TokenLogprobsParams& params, Stream stream);
 void launch(const SoftmaxParams& params, Stream stream);
 void launch(const TokenBitmaskParams& params, Stream stream);

@@ -36,6 +36,7 @@ struct FewOfCta {
   int size;
   uint32_t highest;   // ordered bits of its highest logit
   uint32_t quotient;  // ordered bits of a quotient that top_k of its tokens reach; 0: of none
+  float sum;          // of e^(logit - highest), for log-probabilities
 };
 
 // Differences from the highest logit of a row (row_nucleus.cuh): tokens of at least `kept` are

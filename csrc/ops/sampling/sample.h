@@ -202,6 +202,12 @@ struct TokenLogprobsParams {
 };
 constexpr int kMaxTopLogprobs = 128;
 
+// sample, with log-probabilities of the tokens that it draws. `logprobs` has the same rows, and
+// these tokens.
+struct SampleLogprobsParams : SampleParams {
+  TokenLogprobsParams logprobs;
+};
+
 // softmax: probabilities of logits / temperature.
 struct SoftmaxParams {
   float* out;  // [num_rows, vocab_size]; may be logits.data

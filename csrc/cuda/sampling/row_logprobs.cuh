@@ -1,0 +1,228 @@
+// Log-probabilities of a row: of one token, and of the highest ones in order. The first CTA sorts a
+// list of the highest (row_few.cuh; where that does not suffice, row_list.cuh or a selection by
+// count).
+#pragma once
+#include "cuda/sampling/row_few.cuh"
+
+namespace vllm_kernels::cuda {
+
+// ln(sum of e^(x - max)) or that sum, from weights.
+__device__ __forceinline__ float log_of_sum(uint64_t weights) {
+  return log_of(__ull2float_rn(weights), 40);
+}
+
+__device__ __forceinline__ float logprob_of(float logit, float max, float log_sum) {
+  return ScalarMath::add(ScalarMath::add(ScalarMath::add(logit, 0.0f), -max), -log_sum);
+}
+
+// Puts the `num_top` highest tokens into the first CTA's list, where list_highest() found too many.
+template <typename Cluster>
+__device__ __forceinline__ void list_selected(SelectShared& shared, BinSets& sets,
+                                              const Slice& slice, float max, uint32_t num_top) {
+  Radix found;
+  select<Cluster, false>(shared, sets, slice, 1, max, found,
+                         [&](uint64_t, int) { return uint64_t{num_top}; });
+  const Kept kept{found.prefix, static_cast<uint32_t>(num_top - found.before)};
+  const KeptSums sums = kept_sums<Cluster, false>(shared, slice, kept.threshold, 0.0f);
+  List* list = Cluster::peer(&shared.list, 0);
+  for_each_kept<true>(slice, kept, sums, [&](int index, uint32_t ordered, int number) {
+    if (number < 0) return;
+    list->ordered[number] = ordered;
+    list->tokens[number] = static_cast<uint32_t>(slice.begin + index);
+  });
+  Cluster::sync();
+}
+
+// Lists at least `num_top` tokens where send_few() does not: few are above -inf, the row is not
+// finite, or many are equal. The slice has logits as they are. Returns the size of the list.
+template <typename T, typename Cluster>
+__device__ __forceinline__ int list_many(SelectShared& shared, const Slice& slice, float max,
+                                         int num_top) {
+  BinSets sets;
+  clear(shared.bins[0]);
+  prepare_list(shared);
+  __syncthreads();
+  const Highest own = divide_row<T>(slice, 1.0f);
+  count_highest(shared.bins[0], own.ordered, 0, Radix{});
+  const int size = list_highest<T, Cluster>(shared, sets, slice, own.ordered, num_top);
+  if (size <= kRowThreads) return size;
+  list_selected<Cluster>(shared, sets, slice, max, num_top);
+  return num_top;
+}
+
+// The first CTA writes the `num_top` highest tokens of its list. Returns the place of this thread's.
+__device__ __forceinline__ ListPlace write_top(const TokenLogprobsParams& p, int64_t sample,
+                                               List& list, int size, int num_top, float max,
+                                               float log_sum) {
+  float* logprobs = p.logprobs + sample * (1 + p.num_top) + 1;
+  int64_t* ids = p.ids + sample * (1 + p.num_top) + 1;
+  const int i = threadIdx.x;
+  if (i >= num_top && i < p.num_top) {
+    logprobs[i] = -INFINITY;
+    ids[i] = -1;
+  }
+  const ListPlace place = place_in_list(list, size);
+  if (i < size && place.by_logit < num_top) {
+    logprobs[place.by_logit] = logprob_of(from_ordered_bits(place.ordered), max, log_sum);
+    ids[place.by_logit] = place.token;
+  }
+  return place;
+}
+static_assert(kMaxTopLogprobs <= kMaxListed);
+
+// Of a row, or of a CTA's part: the sum of weights, and the number of logits of at least `logit`;
+// NaN is above all.
+struct RowSums {
+  uint64_t weights = 0;
+  uint32_t rank = 0;
+};
+__device__ __forceinline__ RowSums sums_of_slice(SelectShared& shared, const Slice& slice,
+                                                 float max, float logit) {
+  RowSums sums;
+  const bool is_nan = isnan(logit);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < slice.num_vecs(); i += kRowThreads) {
+    for_each_of(slice.vec(i), [&](uint32_t word, int j) {
+      if (4 * i + j >= slice.size) return;
+      const float x = bits_as<float>(word);
+      sums.weights += weight_of_difference(ScalarMath::add(x, -max));
+      sums.rank += is_nan ? isnan(x) : !(x < logit);
+    });
+  }
+  sums.weights = warp_total(sums.weights);
+  sums.rank = warp_total(sums.rank);
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  if (lane == 0) {
+    shared.above[warp] = sums.weights;
+    shared.equal[warp] = sums.rank;
+  }
+  __syncthreads();
+  return {warp_total(lane < kRowWarps ? shared.above[lane] : 0),
+          warp_total(lane < kRowWarps ? shared.equal[lane] : 0)};
+}
+
+// Sends a CTA's sums to the first one, which has those of the row behind the next barrier.
+template <typename Cluster>
+__device__ __forceinline__ void send_sums(SelectShared& shared, const RowSums& sums) {
+  if (threadIdx.x > 0) return;
+  uint64_t* to = Cluster::peer(shared.warp_keys, 0) + Cluster::rank();
+  to[0] = sums.weights;
+  to[kClusterSize] = sums.rank;
+}
+template <typename Cluster>
+__device__ __forceinline__ RowSums received_sums(const SelectShared& shared) {
+  static_assert(2 * kClusterSize <= kRowWarps);
+  RowSums sums;
+#pragma unroll
+  for (int rank = 0; rank < Cluster::kSize; ++rank) {
+    sums.weights += shared.warp_keys[rank];
+    sums.rank += static_cast<uint32_t>(shared.warp_keys[kClusterSize + rank]);
+  }
+  return sums;
+}
+
+__device__ __forceinline__ void write_token(const TokenLogprobsParams& p, int64_t sample,
+                                            int64_t token, float logprob) {
+  p.logprobs[sample * (1 + p.num_top)] = logprob;
+  p.ids[sample * (1 + p.num_top)] = token;
+}
+
+// A row, or a token, that is none. One CTA writes it.
+__device__ __forceinline__ void write_no_logprobs(const TokenLogprobsParams& p, int64_t sample) {
+  for (int i = threadIdx.x; i <= p.num_top; i += kRowThreads) {
+    p.logprobs[sample * (1 + p.num_top) + i] = NAN;
+    p.ids[sample * (1 + p.num_top) + i] = -1;
+  }
+  if (threadIdx.x == 0) p.ranks[sample] = 0;
+}
+
+// Loads a row and writes its log-probabilities. Others may not read this CTA's shared memory any
+// more. `token` is in the row.
+template <typename T, typename Cluster>
+__device__ __forceinline__ void logprobs_of_row(const TokenLogprobsParams& p, int64_t sample,
+                                                int64_t row, int64_t token, const Slice& slice,
+                                                bool aligned, SelectShared& shared) {
+  const int num_top = min(p.num_top, p.logits.vocab_size);
+  Cluster::begin();
+  prepare_list(shared);
+  if (threadIdx.x == 0) shared.request = {1.0f, false, num_top, 1.0f, 0.0f};
+  const float logit = to_float(static_cast<const T*>(p.logits.data)[row * p.logits.stride + token]);
+  const float highest = load_logits<T>(p.logits, row, aligned, slice, {{}, nullptr});
+  Cluster::wait();
+  const HighestRange range = range_of_highest(shared, ordered_bits(highest));
+  if (num_top > 0) {
+    send_few<T, Cluster>(shared, slice, highest, range, num_top);
+  } else if (threadIdx.x < Cluster::kSize) {
+    *Cluster::peer(&shared.few[Cluster::rank()], static_cast<int>(threadIdx.x)) = {0, range.highest,
+                                                                                   0, 0.0f};
+  }
+  Cluster::sync();
+  const Few few = few_of_row<Cluster>(shared);
+  const float max = from_ordered_bits(few.highest);
+  send_sums<Cluster>(shared, sums_of_slice(shared, slice, max, logit));
+  const bool suffices = few.fits && few.size >= num_top && is_finite_ordered(few.highest);
+  Cluster::sync();
+  if (suffices && Cluster::rank() > 0) return;
+  const RowSums sums = received_sums<Cluster>(shared);
+  const float log_sum = is_finite_ordered(few.highest) ? log_of_sum(sums.weights) : NAN;
+  if (Cluster::rank() == 0 && threadIdx.x == 0) {
+    write_token(p, sample, token, logprob_of(logit, max, log_sum));
+    p.ranks[sample] = sums.rank;
+  }
+  if (num_top == 0) return;
+  const int size = suffices ? list_few<Cluster>(shared, few, num_top, 1.0f)
+                            : list_many<T, Cluster>(shared, slice, max, num_top);
+  if (Cluster::rank() == 0) write_top(p, sample, shared.list, size, num_top, max, log_sum);
+  if (!suffices) Cluster::sync();  // others may still read this CTA's shared memory
+}
+
+// --- without a second look at the row ------------------------------------------------------------
+
+// The sums of e^(logit - highest) over a CTA's slice, one per warp. `highest` has ordered bits.
+__device__ __forceinline__ const float* sums_of_powers(SelectShared& shared, const Slice& slice,
+                                                       uint32_t highest) {
+  const float max = fmaxf(from_ordered_bits(highest), -FLT_MAX);  // without NaN, if all are -inf
+  const auto power = [&](uint32_t word) {
+    return exp2_approx((bits_as<float>(word) - max) * kLog2E);
+  };
+  float sum = 0.0f;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < slice.num_vecs(); i += kRowThreads) {
+    const uint4 vec = slice.vec(i);
+    sum += (power(vec.x) + power(vec.y)) + (power(vec.z) + power(vec.w));
+  }
+  sum = warp_sum(sum);
+  auto* sums = reinterpret_cast<float*>(shared.equal);
+  if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = sum;
+  return sums;
+}
+
+// ln(sum of e^(logit - max)) over the row, from what send_few() sent.
+template <typename Cluster>
+__device__ __forceinline__ float log_of_powers(const SelectShared& shared, float max) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int rank = 0; rank < Cluster::kSize; ++rank) {
+    const FewOfCta& sent = shared.few[rank];
+    sum += sent.sum * exp2_approx((from_ordered_bits(sent.highest) - max) * kLog2E);
+  }
+  return log_of(sum);
+}
+
+// In the first CTA: how many logits reach that of a token among the highest, all of which were
+// sent.
+template <typename Cluster>
+__device__ __forceinline__ int rank_of(SelectShared& shared, uint32_t ordered) {
+  const uint64_t* keys = few_keys(shared);
+  int reached = 0;
+#pragma unroll 1
+  for (int first = 0; first < Cluster::kSize * kFewRoom<Cluster>; first += kRowThreads) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    const int in_list = i % kFewRoom<Cluster>;
+    reached += __syncthreads_count(in_list < shared.few[i / kFewRoom<Cluster>].size &&
+                                   ordered_of(keys[i]) >= ordered);
+  }
+  return reached;
+}
+
+}  // namespace vllm_kernels::cuda

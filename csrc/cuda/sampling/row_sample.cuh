@@ -1,0 +1,359 @@
+// A draw from a row that a cluster of CTAs holds.
+//
+//   few        a small top-k: the first CTA gets a list of candidates (row_few.cuh; row_list.cuh
+//              above 128, or where a list overflows) and finishes alone; the other CTAs leave
+//   nucleus    without a top-k: counts bound where top-p ends, then the first CTA finishes with a
+//              list of the tokens there (row_nucleus.cuh). If that list is too long: as below
+//   threshold  else top-k: radix rounds by count. min-p: one number. top-p, over what is left: two
+//              rounds by weight in steps of the logit, then a list (row_list.cuh). If that list is
+//              too long: radix rounds by weight
+//   draw       weights of the kept tokens per warp, then the one warp that holds the random place
+//   logprobs   raw logits whose list suffices need no second look (row_logprobs.cuh)
+#pragma once
+#include <type_traits>
+
+#include "cuda/launchers.h"
+#include "cuda/sampling/row_changes.cuh"
+#include "cuda/sampling/row_logprobs.cuh"
+#include "cuda/sampling/row_nucleus.cuh"
+
+namespace vllm_kernels::cuda {
+
+constexpr uint32_t kAllTies = 0xffffffffu;
+
+// The kept tokens.
+template <typename Cluster>
+__device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, const Slice& slice,
+                                       const SampleRow& request, int vocab_size, float max) {
+  Kept kept{0, 0};
+  uint64_t left_out = 0;  // tokens equal to the threshold that are not kept
+  if (request.top_k < vocab_size) {
+    const uint64_t top_k = request.top_k;
+    Radix found;
+    select<Cluster, false>(shared, sets, slice, 1, max, found,
+                           [&](uint64_t, int) { return top_k; });
+    kept = {found.prefix, static_cast<uint32_t>(top_k - found.before)};
+    left_out = found.inside - kept.ties;
+  }
+  const uint32_t cut = request.min_p_cut(max);
+  if (cut > kept.threshold) {
+    kept = {cut, kAllTies};
+    left_out = 0;
+  }
+  if (request.top_p >= 1.0f) return kept;
+  const uint64_t unkept = left_out > 0 ? left_out * weight_of(kept.threshold, max) : 0;
+  uint64_t limit = 0;
+  Radix weights;
+  const uint32_t lowest = kept.threshold > 0 ? kept.threshold : 1;
+  const auto limit_of = [&](uint64_t all, int round) {
+    if (round == 0) limit = top_p_limit(request.top_p, all - unkept);
+    return limit;
+  };
+  if (!select_by_steps<Cluster>(shared, sets, slice, lowest, max, weights, limit_of)) {
+    weights = Radix{};
+    select<Cluster, true>(shared, sets, slice, lowest, max, weights, limit_of);
+  }
+  uint32_t ties = number_to_reach(limit - weights.before, weight_of(weights.prefix, max));
+  if (weights.prefix == kept.threshold && ties > kept.ties) ties = kept.ties;
+  return {weights.prefix, ties};
+}
+
+// The draw from a list. Calls found(token) in one thread.
+template <typename Found>
+__device__ __forceinline__ void draw_from_list(SelectShared& shared, int size,
+                                               const SampleRow& request, float max, uint64_t random,
+                                               const Found& found) {
+  const int i = opaque(threadIdx.x);  // keeps no address in registers
+  const ListPlace place = place_in_list(shared.list, size);
+  auto* by_logit = reinterpret_cast<uint64_t*>(shared.bins[0].low);
+  uint32_t* token_at = shared.bins[0].low + 2 * kRowThreads;
+  auto* by_token = reinterpret_cast<uint64_t*>(shared.bins[0].high);
+  uint64_t weight = 0;
+  if (i < size && place.by_logit < request.top_k && place.ordered >= request.min_p_cut(max)) {
+    weight = weight_of(place.ordered, max);
+  }
+  if (request.top_p < 1.0f) {
+    if (i < size) by_logit[place.by_logit] = weight;
+    __syncthreads();
+    const BlockSum sum = block_sum(shared, i < size ? by_logit[i] : 0);
+    if (i < size) by_logit[i] = sum.before;
+    __syncthreads();
+    if (i < size && by_logit[place.by_logit] >= top_p_limit(request.top_p, sum.all)) weight = 0;
+  }
+  if (i < size) {
+    by_token[place.by_token] = weight;
+    token_at[place.by_token] = place.token;
+  }
+  __syncthreads();
+  weight = i < size ? by_token[i] : 0;
+  const BlockSum sum = block_sum(shared, weight);
+  const uint64_t target = high_product(sum.all, random);
+  if (sum.before <= target && target < sum.before + weight) found(token_at[i]);
+}
+
+// Arrives at the cluster's next barrier before it writes.
+template <typename T, typename Cluster>
+__device__ __forceinline__ void write_mask(const SampleParams& p, int64_t row, SelectShared& shared,
+                                           const Slice& slice, const Kept& kept) {
+  if (kept.threshold == 0) return Cluster::arrive();  // all tokens are kept
+  const KeptSums sums = kept_sums<Cluster, false>(shared, slice, kept.threshold, 0.0f);
+  Cluster::arrive();
+  T* masked = static_cast<T*>(p.masked) + row * p.logits.stride + slice.begin;
+  for_each_kept<false>(slice, kept, sums, [&](int index, uint32_t, int number) {
+    if (number < 0 && index < slice.size) masked[index] = from_float<T>(-INFINITY);
+  });
+}
+
+template <typename Params>
+constexpr bool kHasLogprobs = std::is_same_v<Params, SampleLogprobsParams>;
+
+// The number of tokens that row_few.cuh lists for a row with a top-k. For log-probabilities one
+// more than is wanted: see draw_with_logprobs().
+template <typename Params>
+__device__ __forceinline__ int num_listed(const Params& p, const SampleRow& request) {
+  if constexpr (kHasLogprobs<Params>) return max(request.top_k, p.logprobs.num_top) + 1;
+  return request.top_k;
+}
+
+// Whether a list of the few highest tokens may suffice for a row. Enough threads must have a token,
+// or all tokens must fit.
+template <typename T, typename Cluster, typename Params>
+__device__ __forceinline__ bool wants_few(const Params& p, const SampleRow& request) {
+  const int vocab_size = p.logits.vocab_size, count = num_listed(p, request);
+  return p.tokens != nullptr && request.counts(vocab_size) && count <= kMaxFew &&
+         request.temperature < INFINITY &&
+         (vocab_size >= 2 * count * Cluster::kSize * kVecWidth<T> ||
+          vocab_size <= Cluster::kSize * kFewRoom<Cluster>);
+}
+
+// Whether sample_nucleus() may draw from a row.
+template <typename Cluster>
+__device__ __forceinline__ bool wants_nucleus(const SampleParams& p, const SampleRow& request) {
+  return Cluster::kSize > 1 && p.tokens != nullptr && !request.greedy &&
+         !request.counts(p.logits.vocab_size) && request.temperature <= kMaxNucleusTemperature;
+}
+
+// Whether find_undivided() loads a row, which greedy ones are not.
+template <typename T, typename Cluster, typename Params>
+__device__ __forceinline__ bool loads_undivided(const Params& p, const SampleRow& request) {
+  return wants_few<T, Cluster>(p, request) || wants_nucleus<Cluster>(p, request);
+}
+
+// What is known of a row before the draw.
+struct FoundRow {
+  int size = INT32_MAX;  // of the first CTA's list; above kRowThreads: there is none
+  uint32_t highest = 0;  // ordered bits
+  int token = -1;        // the first of the highest; -1: not known, with a list of find_undivided()
+  bool drawn = false;    // by sample_nucleus()
+  // The first CTA's list has logits as they are, and enough of them for all log-probabilities.
+  bool has_logprobs = false;
+};
+
+// A row without a top-k, of which a token is drawn, or with a small one, which gets a list. Finds
+// nothing if the lists do not suffice, or if the row is not finite.
+template <typename T, typename Cluster, typename Params>
+__device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, const Slice& slice,
+                                                   bool aligned, SelectShared& shared) {
+  const float highest = load_undivided<T>(p, sample, aligned, slice, shared);
+  Cluster::wait();
+  const HighestRange range = range_of_highest(shared, ordered_bits(highest));
+  FoundRow found;
+  if constexpr (Cluster::kSize > 1) {
+    if (!shared.request.counts(p.logits.vocab_size)) {
+      found.drawn = sample_nucleus<Cluster>(
+          shared, slice, p.logits.vocab_size, range.highest,
+          [&] { return SampleRow::random(p, sample); },
+          [&](int token) { p.tokens[sample] = token; });
+      return found;
+    }
+  }
+  const SampleRow& request = shared.request;
+  const int count = num_listed(p, request);
+  const float* sums = nullptr;
+  if constexpr (kHasLogprobs<Params>) {
+    const bool changed =
+        p.bitmask.of(sample) != nullptr || (p.has_lists() && shared.changes.any());
+    if (!changed) sums = sums_of_powers(shared, slice, range.highest);
+  }
+  send_few<T, Cluster>(shared, slice, highest, range, count, sums);
+  Cluster::sync();
+  const Few few = few_of_row<Cluster>(shared);
+  found.highest = quotient_of(few.highest, request.temperature);
+  if (!few.fits || !is_finite_ordered(found.highest)) return found;
+  found.size = 0;
+  if constexpr (kHasLogprobs<Params>) {
+    found.has_logprobs = sums != nullptr && few.size >= min(p.logprobs.num_top, p.logits.vocab_size);
+  }
+  if (Cluster::rank() > 0) return found;
+  if (found.has_logprobs) {
+    Few undivided = few;
+    undivided.quotient = ordered_bits(lowest_with_quotient(few.quotient, request.temperature));
+    found.size = list_few<Cluster>(shared, undivided, count, 1.0f);
+  } else {
+    found.size = list_few<Cluster>(shared, few, request.top_k, request.temperature);
+  }
+  return found;
+}
+
+// In the first CTA: replaces the list of logits by one of quotients. Its `size` tokens are the
+// highest. Others may have the quotient of the last. `place` is that of this thread's token.
+template <typename Cluster>
+__device__ __forceinline__ int divide_list(SelectShared& shared, int size, const ListPlace& place) {
+  const int i = opaque(threadIdx.x);  // keeps no address in registers
+  const float temperature = shared.request.temperature;
+  const uint32_t quotient = quotient_of(place.ordered, temperature);
+  __syncthreads();  // all have read the list
+  if (i < size) shared.list.ordered[i] = quotient;
+  if (i < size && place.by_logit == size - 1) shared.bin = quotient;
+  if (threadIdx.x == 0) shared.list.sizes[1] = 0;
+  __syncthreads();
+  const int above = __syncthreads_count(i < size && quotient > shared.bin);
+  const Few few = few_of_row<Cluster>(shared);
+  if (above >= shared.request.top_k || size == few.size) return size;
+  return list_few<Cluster>(shared, few, shared.request.top_k, temperature);
+}
+
+// In the first CTA: log-probabilities and the draw from a list of logits.
+template <typename T, typename Cluster>
+__device__ __forceinline__ void draw_with_logprobs(const SampleLogprobsParams& p, int sample,
+                                                   SelectShared& shared, int size, float max) {
+  const float highest = from_ordered_bits(few_of_row<Cluster>(shared).highest);
+  const float log_sum = log_of_powers<Cluster>(shared, highest);
+  const ListPlace place = write_top(p.logprobs, sample, shared.list, size,
+                                    min(p.logprobs.num_top, p.logits.vocab_size), highest, log_sum);
+  if (shared.request.temperature != 1.0f) size = divide_list<Cluster>(shared, size, place);
+  const T* row = static_cast<const T*>(p.logits.data) + p.row_of(sample) * p.logits.stride;
+  draw_from_list(shared, size, shared.request, max, SampleRow::random(p, sample),
+                 [&](uint32_t token) {
+                   const float logit = to_float(row[token]);
+                   p.tokens[sample] = token;
+                   write_token(p.logprobs, sample, token, logprob_of(logit, highest, log_sum));
+                   shared.bin = ordered_bits(logit);
+                 });
+  __syncthreads();
+  const int rank = rank_of<Cluster>(shared, shared.bin);
+  if (threadIdx.x == 0) p.logprobs.ranks[sample] = rank;
+}
+
+// Any row of which find_undivided() found nothing. If it was tried, the slice has what it loaded.
+// Some parameters are read again: two CTAs per SM leave 64 registers to a thread.
+template <typename T, typename Cluster, typename Params>
+__device__ __forceinline__ FoundRow find_row(const Params& p, int sample, bool greedy,
+                                             const Slice& slice, bool aligned, SelectShared& shared,
+                                             BinSets& sets) {
+  SampleRow request = SampleRow::greedy_row(p.logits.vocab_size);
+  if (!greedy) {
+    clear(shared.bins[0]);
+    prepare_list(shared);
+    __syncthreads();
+    request = shared.request;
+  }
+  const bool loaded = loads_undivided<T, Cluster>(p, request);
+  Highest highest;
+  if (loaded) {
+    highest = divide_row<T>(slice, request.temperature);
+  } else {
+    highest = load_row<T>(p, sample, request, aligned, slice, shared);
+  }
+  const int top_k = greedy ? p.logits.vocab_size : shared.request.top_k;
+  const bool lists = p.tokens != nullptr && top_k < p.logits.vocab_size && top_k <= kMaxListed;
+  if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
+  if (!loaded) Cluster::wait();
+  post_max_key<Cluster>(shared, highest.key());
+  FoundRow found;
+  if (lists) {
+    found.size = list_highest<T, Cluster>(shared, sets, slice, highest.ordered, top_k);
+  } else {
+    Cluster::sync();
+  }
+  const uint64_t key = row_max_key<Cluster>(shared);
+  found.highest = ordered_of(key);
+  found.token = token_of(key);
+  return found;
+}
+
+struct RowEnd {
+  // Others may still read this CTA's shared memory: it has arrived at a last barrier of the cluster.
+  bool arrived;
+  bool has_logprobs;  // the same in all CTAs
+};
+template <typename T, typename Cluster, typename Params>
+__device__ __forceinline__ RowEnd sample_row(const Params& p, int sample, const Slice& slice,
+                                             bool aligned, SelectShared& shared) {
+  Cluster::begin();
+  prepare_list(shared);
+  const int i = opaque(threadIdx.x);  // keeps no address in registers
+  if (i < kRowWarps) shared.stale[i] = 0;
+  SampleRow asked = SampleRow::read(p, sample);
+  // With log-probabilities a greedy row is one with a top-k of 1.
+  if (kHasLogprobs<Params> && asked.greedy) asked = {1.0f, false, 1, 1.0f, 0.0f};
+  if (p.has_lists()) begin_changes(p, sample, shared);
+  if (p.bitmask.words != nullptr) prefetch_mask(p.bitmask, p.bitmask.of(sample), slice);
+  if (threadIdx.x == 0) shared.request = asked;
+  BinSets sets;
+  FoundRow found;
+  if (loads_undivided<T, Cluster>(p, asked)) {
+    found = find_undivided<T, Cluster>(p, sample, slice, aligned, shared);
+    if (found.drawn) return {true, false};
+  }
+  if (found.size > kRowThreads) {
+    found = find_row<T, Cluster>(p, sample, asked.greedy, slice, aligned, shared, sets);
+  }
+  const SampleRow& request = shared.request;
+  const bool is_first_cta = Cluster::rank() == 0;
+  if (request.greedy || !is_finite_ordered(found.highest)) {
+    if (is_first_cta && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = found.token;
+    if (found.size == INT32_MAX) return {false, false};
+    Cluster::arrive();
+    return {true, false};
+  }
+  const float max = from_ordered_bits(found.highest);
+  if (found.size <= kRowThreads) {
+    if (!is_first_cta) return {false, found.has_logprobs};
+    if constexpr (kHasLogprobs<Params>) {
+      if (found.has_logprobs) {
+        draw_with_logprobs<T, Cluster>(p, sample, shared, found.size, max);
+        return {false, true};
+      }
+    }
+    if (found.token >= 0) Cluster::arrive();
+    draw_from_list(shared, found.size, request, max, SampleRow::random(p, sample),
+                   [&](uint32_t token) { p.tokens[sample] = token; });
+    return {found.token >= 0, false};
+  }
+  const Kept kept = choose<Cluster>(shared, sets, slice, request, p.logits.vocab_size, max);
+  if (p.tokens == nullptr) {
+    write_mask<T, Cluster>(p, p.row_of(sample), shared, slice, kept);
+    return {true, false};
+  }
+  draw<Cluster>(shared, slice, kept, max, SampleRow::random(p, sample),
+                [&](int index) { p.tokens[sample] = slice.begin + index; });
+  return {true, false};
+}
+
+template <typename T, typename Cluster, typename Params>
+__device__ __forceinline__ void sample_cluster(const Params& p, int tokens, bool aligned) {
+  __shared__ SelectShared shared;
+  launch_dependents();
+  wait_for_primary_kernel();
+  const int sample = blockIdx.x / Cluster::kSize;
+  const int64_t row = p.row_of(sample);
+  if (row < 0 || row >= p.logits.num_rows) {  // a contained row
+    if (Cluster::rank() > 0 || p.tokens == nullptr) return;
+    if (threadIdx.x == 0) p.tokens[sample] = -1;
+    if constexpr (kHasLogprobs<Params>) write_no_logprobs(p.logprobs, sample);
+    return;
+  }
+  const Slice slice = slice_of<Cluster>(slice_memory<Cluster>(p.scratch, sample, tokens),
+                                        p.logits.vocab_size, tokens);
+  if constexpr (Cluster::kSize > 1) prefetch_slice<T>(p.logits, row, slice);
+  const RowEnd end = sample_row<T, Cluster>(p, sample, slice, aligned, shared);
+  if (end.arrived) Cluster::wait();
+  if constexpr (kHasLogprobs<Params>) {
+    if (end.has_logprobs) return;
+    Cluster::sync();  // the token is there, and nobody reads this CTA's shared memory
+    logprobs_of_row<T, Cluster>(p.logprobs, sample, row, p.tokens[sample], slice, aligned, shared);
+  }
+}
+
+}  // namespace vllm_kernels::cuda
