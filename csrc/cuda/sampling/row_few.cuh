@@ -87,14 +87,14 @@ __device__ __forceinline__ uint64_t* few_keys(SelectShared& shared) {
 }
 
 // Sends this CTA's tokens that may be among the `count` <= kMaxFew highest of the row to the first
-// CTA, as quotients by the temperature of shared.request, which is above 0 and finite, or as
-// logits. Every CTA of the cluster must have begun. Behind the next barrier all know what the
-// others sent. `highest` is what load_logits() returned, `range` that of it. With `sums`, which has
-// a number per warp, all get to know their sum, too.
-template <typename T, typename Cluster>
+// CTA, as logits or as quotients by the temperature of shared.request, which is above 0 and finite.
+// Every CTA of the cluster must have begun. Behind the next barrier all know what the others sent.
+// `highest` is what load_logits() returned, `range` that of it. send_more(rank): what each of the
+// first threads sends besides to a CTA, behind a barrier of this one.
+template <typename T, typename Cluster, typename SendMore>
 __device__ __forceinline__ void send_few(SelectShared& shared, const Slice& slice, float highest,
                                          const HighestRange& range, int count,
-                                         const float* sums = nullptr) {
+                                         const SendMore& send_more) {
   const float temperature = shared.request.temperature;
   uint32_t quotient = 0;
   if (range.number >= count) {
@@ -136,10 +136,10 @@ __device__ __forceinline__ void send_few(SelectShared& shared, const Slice& slic
   for_each_of_loaders<T>(slice, __ballot_sync(kAll, highest >= lowest), list);
   __syncthreads();
   if (threadIdx.x >= Cluster::kSize) return;
-  float sum = 0.0f;
-  for (int i = 0; sums != nullptr && i < kRowWarps; ++i) sum += sums[i];
-  *Cluster::peer(&shared.few[Cluster::rank()], static_cast<int>(threadIdx.x)) = {
-      shared.list.sizes[0], range.highest, quotient, sum};
+  const int to = threadIdx.x;
+  *Cluster::peer(&shared.few[Cluster::rank()], to) = {shared.list.sizes[0], range.highest,
+                                                      quotient};
+  send_more(to);
 }
 
 // What all CTAs sent.

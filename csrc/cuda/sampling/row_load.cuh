@@ -59,7 +59,7 @@ template <bool kAligned, typename T, typename Allowed, typename Ordered, typenam
 __device__ __forceinline__ void load_vecs(const T* row, const Slice& slice, bool keeps,
                                           const Allowed& allowed_from, const Ordered& ordered,
                                           const Visit& visit) {
-  constexpr int kWidth = kVecWidth<T>, kUnroll = 16 / kWidth;
+  constexpr int kWidth = kVecWidth<T>, kUnroll = (kAligned ? 16 : 8) / kWidth;  // by registers
   const int vecs = (slice.size + kWidth - 1) / kWidth;
   const T* from = row + slice.begin;
   for (int first = threadIdx.x; first < vecs; first += kUnroll * kRowThreads) {

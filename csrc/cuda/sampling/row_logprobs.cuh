@@ -91,7 +91,8 @@ __device__ __forceinline__ RowSums sums_of_slice(SelectShared& shared, const Sli
   }
   sums.weights = warp_total(sums.weights);
   sums.rank = warp_total(sums.rank);
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int thread = opaque(threadIdx.x);  // keeps no address in registers
+  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
   if (lane == 0) {
     shared.above[warp] = sums.weights;
     shared.equal[warp] = sums.rank;
@@ -151,10 +152,10 @@ __device__ __forceinline__ void logprobs_of_row(const TokenLogprobsParams& p, in
   Cluster::wait();
   const HighestRange range = range_of_highest(shared, ordered_bits(highest));
   if (num_top > 0) {
-    send_few<T, Cluster>(shared, slice, highest, range, num_top);
+    send_few<T, Cluster>(shared, slice, highest, range, num_top, [](int) {});
   } else if (threadIdx.x < Cluster::kSize) {
     *Cluster::peer(&shared.few[Cluster::rank()], static_cast<int>(threadIdx.x)) = {0, range.highest,
-                                                                                   0, 0.0f};
+                                                                                   0};
   }
   Cluster::sync();
   const Few few = few_of_row<Cluster>(shared);
@@ -178,9 +179,10 @@ __device__ __forceinline__ void logprobs_of_row(const TokenLogprobsParams& p, in
 
 // --- without a second look at the row ------------------------------------------------------------
 
-// The sums of e^(logit - highest) over a CTA's slice, one per warp. `highest` has ordered bits.
-__device__ __forceinline__ const float* sums_of_powers(SelectShared& shared, const Slice& slice,
-                                                       uint32_t highest) {
+// Sums e^(logit - highest) over the slice: each warp's part to shared.equal. `highest` has ordered
+// bits.
+__device__ __forceinline__ void sum_powers(SelectShared& shared, const Slice& slice,
+                                           uint32_t highest) {
   const float max = fmaxf(from_ordered_bits(highest), -FLT_MAX);  // without NaN, if all are -inf
   const auto power = [&](uint32_t word) {
     return exp2_approx((bits_as<float>(word) - max) * kLog2E);
@@ -192,19 +194,27 @@ __device__ __forceinline__ const float* sums_of_powers(SelectShared& shared, con
     sum += (power(vec.x) + power(vec.y)) + (power(vec.z) + power(vec.w));
   }
   sum = warp_sum(sum);
-  auto* sums = reinterpret_cast<float*>(shared.equal);
-  if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = sum;
-  return sums;
+  const int i = opaque(threadIdx.x);  // keeps no address in registers
+  if (i % kWarpSize == 0) shared.equal[i / kWarpSize] = bits_as<uint32_t>(sum);
 }
 
-// ln(sum of e^(logit - max)) over the row, from what send_few() sent.
+// Sends the CTA's sum to another CTA.
+template <typename Cluster>
+__device__ __forceinline__ void send_powers(SelectShared& shared, int rank) {
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int i = 0; i < kRowWarps; ++i) sum += bits_as<float>(shared.equal[i]);
+  *Cluster::peer(&shared.powers[Cluster::rank()], rank) = sum;
+}
+
+// ln(sum of e^(logit - max)) over the row, from the CTAs' sums.
 template <typename Cluster>
 __device__ __forceinline__ float log_of_powers(const SelectShared& shared, float max) {
   float sum = 0.0f;
 #pragma unroll
   for (int rank = 0; rank < Cluster::kSize; ++rank) {
-    const FewOfCta& sent = shared.few[rank];
-    sum += sent.sum * exp2_approx((from_ordered_bits(sent.highest) - max) * kLog2E);
+    const float below = from_ordered_bits(shared.few[rank].highest) - max;
+    sum += shared.powers[rank] * exp2_approx(below * kLog2E);
   }
   return log_of(sum);
 }

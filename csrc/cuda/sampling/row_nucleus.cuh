@@ -211,7 +211,8 @@ __device__ __forceinline__ void find_border(SelectShared& shared, float top_p) {
 template <typename Cluster>
 __device__ __forceinline__ void weigh(SelectShared& shared, const Slice& slice) {
   const Border border = shared.border;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int thread = opaque(threadIdx.x);  // keeps no address in registers
+  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
   const auto is_listed = [&](float difference) {
     return difference < border.kept && difference >= border.listed;
   };

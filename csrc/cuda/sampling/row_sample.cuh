@@ -149,6 +149,12 @@ struct FoundRow {
   bool has_logprobs = false;
 };
 
+// Whether a row has a mask, bias or penalties.
+__device__ __forceinline__ bool is_changed(const SampleParams& p, int sample,
+                                           const SelectShared& shared) {
+  return p.bitmask.of(sample) != nullptr || (p.has_lists() && shared.changes.any());
+}
+
 // A row without a top-k, of which a token is drawn, or with a small one, which gets a list. Finds
 // nothing if the lists do not suffice, or if the row is not finite.
 template <typename T, typename Cluster, typename Params>
@@ -168,27 +174,26 @@ __device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, 
     }
   }
   const SampleRow& request = shared.request;
-  const int count = num_listed(p, request);
-  const float* sums = nullptr;
   if constexpr (kHasLogprobs<Params>) {
-    const bool changed =
-        p.bitmask.of(sample) != nullptr || (p.has_lists() && shared.changes.any());
-    if (!changed) sums = sums_of_powers(shared, slice, range.highest);
+    if (!is_changed(p, sample, shared)) sum_powers(shared, slice, range.highest);
   }
-  send_few<T, Cluster>(shared, slice, highest, range, count, sums);
+  send_few<T, Cluster>(shared, slice, highest, range, num_listed(p, request), [&](int rank) {
+    if constexpr (kHasLogprobs<Params>) send_powers<Cluster>(shared, rank);
+  });
   Cluster::sync();
   const Few few = few_of_row<Cluster>(shared);
   found.highest = quotient_of(few.highest, request.temperature);
   if (!few.fits || !is_finite_ordered(found.highest)) return found;
   found.size = 0;
   if constexpr (kHasLogprobs<Params>) {
-    found.has_logprobs = sums != nullptr && few.size >= min(p.logprobs.num_top, p.logits.vocab_size);
+    found.has_logprobs = !is_changed(p, sample, shared) &&
+                         few.size >= min(p.logprobs.num_top, p.logits.vocab_size);
   }
   if (Cluster::rank() > 0) return found;
   if (found.has_logprobs) {
     Few undivided = few;
     undivided.quotient = ordered_bits(lowest_with_quotient(few.quotient, request.temperature));
-    found.size = list_few<Cluster>(shared, undivided, count, 1.0f);
+    found.size = list_few<Cluster>(shared, undivided, num_listed(p, request), 1.0f);
   } else {
     found.size = list_few<Cluster>(shared, few, request.top_k, request.temperature);
   }
@@ -248,17 +253,16 @@ __device__ __forceinline__ FoundRow find_row(const Params& p, int sample, bool g
     __syncthreads();
     request = shared.request;
   }
-  const bool loaded = loads_undivided<T, Cluster>(p, request);
   Highest highest;
-  if (loaded) {
+  if (loads_undivided<T, Cluster>(p, request)) {
     highest = divide_row<T>(slice, request.temperature);
   } else {
     highest = load_row<T>(p, sample, request, aligned, slice, shared);
+    Cluster::wait();
   }
   const int top_k = greedy ? p.logits.vocab_size : shared.request.top_k;
   const bool lists = p.tokens != nullptr && top_k < p.logits.vocab_size && top_k <= kMaxListed;
   if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
-  if (!loaded) Cluster::wait();
   post_max_key<Cluster>(shared, highest.key());
   FoundRow found;
   if (lists) {
@@ -316,10 +320,12 @@ __device__ __forceinline__ RowEnd sample_row(const Params& p, int sample, const 
         return {false, true};
       }
     }
-    if (found.token >= 0) Cluster::arrive();
+    // Others may still read this CTA's list. With log-probabilities none of them has left.
+    const bool arrives = found.token >= 0 && !kHasLogprobs<Params>;
+    if (arrives) Cluster::arrive();
     draw_from_list(shared, found.size, request, max, SampleRow::random(p, sample),
                    [&](uint32_t token) { p.tokens[sample] = token; });
-    return {found.token >= 0, false};
+    return {arrives, false};
   }
   const Kept kept = choose<Cluster>(shared, sets, slice, request, p.logits.vocab_size, max);
   if (p.tokens == nullptr) {

@@ -36,7 +36,6 @@ struct FewOfCta {
   int size;
   uint32_t highest;   // ordered bits of its highest logit
   uint32_t quotient;  // ordered bits of a quotient that top_k of its tokens reach; 0: of none
-  float sum;          // of e^(logit - highest), for log-probabilities
 };
 
 // Differences from the highest logit of a row (row_nucleus.cuh): tokens of at least `kept` are
@@ -50,6 +49,7 @@ struct SelectShared {
   Bins bins[2];
   List list;
   FewOfCta few[kClusterSize];
+  float powers[kClusterSize];  // with few: sums of e^(logit - highest) (row_logprobs.cuh)
   // Of sample(). Reading them in global memory where they are used would take longer.
   SampleRow request;
   Changes changes;
@@ -310,7 +310,8 @@ __device__ __forceinline__ KeptSums kept_sums(SelectShared& shared, const Slice&
   });
   sums.above = warp_total(sums.above);
   sums.equal = warp_total(sums.equal);
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int thread = opaque(threadIdx.x);  // keeps no address in registers
+  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
   if (lane == 0) {
     shared.above[warp] = sums.above;
     shared.equal[warp] = sums.equal;
@@ -443,7 +444,8 @@ __device__ __forceinline__ void post_max_key(SelectShared& shared, uint64_t key)
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
     key = max(key, __shfl_xor_sync(0xffffffffu, key, distance));
   }
-  if (threadIdx.x % kWarpSize == 0) shared.warp_keys[threadIdx.x / kWarpSize] = key;
+  const int thread = opaque(threadIdx.x);  // keeps no address in registers
+  if (thread % kWarpSize == 0) shared.warp_keys[thread / kWarpSize] = key;
   __syncthreads();
   if (threadIdx.x >= Cluster::kSize) return;
 #pragma unroll
