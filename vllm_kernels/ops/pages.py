@@ -217,10 +217,7 @@ def copy_slots(caches: list[Tensor], src: Tensor, dst: Tensor, layout: Layout = 
 _ATTN = "paged_attention"
 _WITH = "with a block table for each KV head"
 
-_REFUSED = {
-    "query_start_loc": None, "alibi_slopes": None, "sliding_window": 0, "sinks": None,
-    "tree_mask": None, "total_seq_lens": None,
-}  # fmt: skip
+_REFUSED = ("query_start_loc", "alibi_slopes", "sinks", "tree_mask", "total_seq_lens")
 _PASSED = (
     "scale", "softcap", "k_scale", "v_scale", "layout", "return_lse", "workspace",
     "fixed_split_size", "causal", "window_right", "shards",
@@ -231,9 +228,11 @@ _PLACE = re.compile(rf"{_ATTN}: (block_tables|seq_lens)\[(\d+)(?:, (\d+))?\]")
 
 def attend_by_kv_head(attend: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """Calls ``attend``, which is paged_attention, with its arguments for views of one KV head."""
-    for name, default in _REFUSED.items():
-        if given[name] is not default:
-            raise Unsupported(f"{_ATTN}: {name}: expected {default} {_WITH}")
+    for name in _REFUSED:
+        if given[name] is not None:
+            raise Unsupported(f"{_ATTN}: {name}: expected None {_WITH}")
+    if given["sliding_window"] != 0:
+        raise Unsupported(f"{_ATTN}: sliding_window: expected 0 {_WITH}")
     for name in ("k_scale", "v_scale"):
         if isinstance(given[name], Tensor) and given[name].numel() > 1:
             raise Unsupported(
