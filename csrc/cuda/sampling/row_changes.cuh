@@ -100,8 +100,8 @@ __device__ __forceinline__ bool is_stale(const SelectShared& shared) {
 }
 
 // Loads the slice as ordered bits of the final logits. Returns the thread's highest token. Bias and
-// penalties come before the temperature.
-template <typename T>
+// penalties come before the temperature. Rows that may be greedy do not wait for shared.changes.
+template <typename T, bool kMayBeGreedy>
 __device__ __forceinline__ Highest load_row(const SampleParams& p, int sample,
                                             const SampleRow& request, bool aligned,
                                             const Slice& slice, SelectShared& shared) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int sample,
         return ordered_bits(logit);
       },
       [&](uint32_t ordered, int token) { highest.visit(ordered, token); });
-  if (!sparse) return highest;
+  if (kMayBeGreedy ? !sparse : !p.has_lists() || !shared.changes.any()) return highest;
   // bins[0] is cleared for a count. No CTA sends to bins[1] before the next barrier of the cluster.
   auto* tops = reinterpret_cast<float*>(shared.bins[1].low);
   tops[threadIdx.x] = from_ordered_bits(highest.ordered);

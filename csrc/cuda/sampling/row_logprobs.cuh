@@ -50,10 +50,10 @@ __device__ __forceinline__ int list_many(SelectShared& shared, const Slice& slic
   return num_top;
 }
 
-// The first CTA writes the `num_top` highest tokens of its list. Returns the place of this thread's.
-__device__ __forceinline__ ListPlace write_top(const TokenLogprobsParams& p, int64_t sample,
-                                               List& list, int size, int num_top, float max,
-                                               float log_sum) {
+// The first CTA writes the `num_top` highest tokens of its list. `place` is that of this thread's.
+__device__ __forceinline__ void write_top(const TokenLogprobsParams& p, int64_t sample, int size,
+                                          const ListPlace& place, int num_top, float max,
+                                          float log_sum) {
   float* logprobs = p.logprobs + sample * (1 + p.num_top) + 1;
   int64_t* ids = p.ids + sample * (1 + p.num_top) + 1;
   const int i = threadIdx.x;
@@ -61,12 +61,9 @@ __device__ __forceinline__ ListPlace write_top(const TokenLogprobsParams& p, int
     logprobs[i] = -INFINITY;
     ids[i] = -1;
   }
-  const ListPlace place = place_in_list(list, size);
-  if (i < size && place.by_logit < num_top) {
-    logprobs[place.by_logit] = logprob_of(from_ordered_bits(place.ordered), max, log_sum);
-    ids[place.by_logit] = place.token;
-  }
-  return place;
+  if (i >= size || place.by_logit >= num_top) return;
+  logprobs[place.by_logit] = logprob_of(from_ordered_bits(place.ordered), max, log_sum);
+  ids[place.by_logit] = place.token;
 }
 static_assert(kMaxTopLogprobs <= kMaxListed);
 
@@ -173,7 +170,9 @@ __device__ __forceinline__ void logprobs_of_row(const TokenLogprobsParams& p, in
   if (num_top == 0) return;
   const int size = suffices ? list_few<Cluster>(shared, few, num_top, 1.0f)
                             : list_many<T, Cluster>(shared, slice, max, num_top);
-  if (Cluster::rank() == 0) write_top(p, sample, shared.list, size, num_top, max, log_sum);
+  if (Cluster::rank() == 0) {
+    write_top(p, sample, size, place_in_list(shared.list, size), num_top, max, log_sum);
+  }
   if (!suffices) Cluster::sync();  // others may still read this CTA's shared memory
 }
 
@@ -207,16 +206,19 @@ __device__ __forceinline__ void send_powers(SelectShared& shared, int rank) {
   *Cluster::peer(&shared.powers[Cluster::rank()], rank) = sum;
 }
 
-// ln(sum of e^(logit - max)) over the row, from the CTAs' sums.
+// In the first CTA: shared.log_sum = ln(sum of e^(logit - max)) over the row. A warp that has no
+// token of the list does it. It is there behind the next barrier.
 template <typename Cluster>
-__device__ __forceinline__ float log_of_powers(const SelectShared& shared, float max) {
+__device__ __forceinline__ void add_powers(SelectShared& shared, float max) {
+  const int thread = opaque(threadIdx.x);  // keeps no address in registers
+  if (thread < kRowThreads - kWarpSize) return;
   float sum = 0.0f;
 #pragma unroll
   for (int rank = 0; rank < Cluster::kSize; ++rank) {
     const float below = from_ordered_bits(shared.few[rank].highest) - max;
     sum += shared.powers[rank] * exp2_approx(below * kLog2E);
   }
-  return log_of(sum);
+  if (thread == kRowThreads - 1) shared.log_sum = log_of(sum);
 }
 
 // In the first CTA: how many logits reach that of a token among the highest, all of which were

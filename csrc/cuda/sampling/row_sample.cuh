@@ -58,13 +58,12 @@ __device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, cons
   return {weights.prefix, ties};
 }
 
-// The draw from a list. Calls found(token) in one thread.
+// The draw from a list of `size` tokens, `place` of this thread's. Calls found(token) in one thread.
 template <typename Found>
 __device__ __forceinline__ void draw_from_list(SelectShared& shared, int size,
-                                               const SampleRow& request, float max, uint64_t random,
-                                               const Found& found) {
+                                               const ListPlace& place, const SampleRow& request,
+                                               float max, uint64_t random, const Found& found) {
   const int i = opaque(threadIdx.x);  // keeps no address in registers
-  const ListPlace place = place_in_list(shared.list, size);
   auto* by_logit = reinterpret_cast<uint64_t*>(shared.bins[0].low);
   uint32_t* token_at = shared.bins[0].low + 2 * kRowThreads;
   auto* by_token = reinterpret_cast<uint64_t*>(shared.bins[0].high);
@@ -200,44 +199,70 @@ __device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, 
   return found;
 }
 
-// In the first CTA: replaces the list of logits by one of quotients. Its `size` tokens are the
-// highest. Others may have the quotient of the last. `place` is that of this thread's token.
-template <typename Cluster>
-__device__ __forceinline__ int divide_list(SelectShared& shared, int size, const ListPlace& place) {
+// In the first CTA, whose list has the highest logits: makes place.ordered a quotient. Returns
+// whether the places then still are right, and the list has all tokens of the top-k. They are not
+// where several logits have one quotient.
+__device__ __forceinline__ bool divide_place(SelectShared& shared, int size, bool has_all,
+                                             ListPlace& place) {
   const int i = opaque(threadIdx.x);  // keeps no address in registers
-  const float temperature = shared.request.temperature;
-  const uint32_t quotient = quotient_of(place.ordered, temperature);
-  __syncthreads();  // all have read the list
-  if (i < size) shared.list.ordered[i] = quotient;
-  if (i < size && place.by_logit == size - 1) shared.bin = quotient;
-  if (threadIdx.x == 0) shared.list.sizes[1] = 0;
+  uint32_t* sorted = shared.bins[0].low;
+  const uint32_t logit = place.ordered;
+  if (i < size) sorted[place.by_logit] = logit;
   __syncthreads();
-  const int above = __syncthreads_count(i < size && quotient > shared.bin);
-  const Few few = few_of_row<Cluster>(shared);
-  if (above >= shared.request.top_k || size == few.size) return size;
-  return list_few<Cluster>(shared, few, shared.request.top_k, temperature);
+  const SampleRow& request = shared.request;
+  bool is_wrong = false;
+  if (i < size) {
+    place.ordered = quotient_of(logit, request.temperature);
+    const uint32_t before = sorted[max(place.by_logit - 1, 0)];
+    is_wrong = before != logit && quotient_of(before, request.temperature) == place.ordered;
+    const bool is_last = place.by_logit == request.top_k - 1 && logit == sorted[size - 1];
+    is_wrong |= is_last && !has_all;
+  }
+  return __syncthreads_count(is_wrong) == 0;
 }
 
-// In the first CTA: log-probabilities and the draw from a list of logits.
+// In the first CTA, whose list has the highest logits: the draw and the log-probabilities.
 template <typename T, typename Cluster>
 __device__ __forceinline__ void draw_with_logprobs(const SampleLogprobsParams& p, int sample,
                                                    SelectShared& shared, int size, float max) {
-  const float highest = from_ordered_bits(few_of_row<Cluster>(shared).highest);
-  const float log_sum = log_of_powers<Cluster>(shared, highest);
-  const ListPlace place = write_top(p.logprobs, sample, shared.list, size,
-                                    min(p.logprobs.num_top, p.logits.vocab_size), highest, log_sum);
-  if (shared.request.temperature != 1.0f) size = divide_list<Cluster>(shared, size, place);
-  const T* row = static_cast<const T*>(p.logits.data) + p.row_of(sample) * p.logits.stride;
-  draw_from_list(shared, size, shared.request, max, SampleRow::random(p, sample),
+  const Few few = few_of_row<Cluster>(shared);
+  const float highest = from_ordered_bits(few.highest);
+  add_powers<Cluster>(shared, highest);
+  ListPlace place = place_in_list(shared.list, size);
+  const uint32_t mine = threadIdx.x < size ? place.ordered : 0;
+  write_top(p.logprobs, sample, size, place, min(p.logprobs.num_top, p.logits.vocab_size), highest,
+            shared.log_sum);
+  const float temperature = shared.request.temperature;
+  const bool has_all = size == few.size;
+  bool fits = temperature == 1.0f || divide_place(shared, size, has_all, place);
+  if (!fits) {
+    if (threadIdx.x == 0) shared.list.sizes[1] = 0;
+    __syncthreads();
+    size = list_few<Cluster>(shared, few, shared.request.top_k, temperature);
+    place = place_in_list(shared.list, size);
+  }
+  draw_from_list(shared, size, place, shared.request, max, SampleRow::random(p, sample),
                  [&](uint32_t token) {
-                   const float logit = to_float(row[token]);
                    p.tokens[sample] = token;
-                   write_token(p.logprobs, sample, token, logprob_of(logit, highest, log_sum));
-                   shared.bin = ordered_bits(logit);
+                   shared.bin = token;
                  });
   __syncthreads();
-  const int rank = rank_of<Cluster>(shared, shared.bin);
-  if (threadIdx.x == 0) p.logprobs.ranks[sample] = rank;
+  const uint32_t token = shared.bin;
+  if (!fits) {
+    const T* row = static_cast<const T*>(p.logits.data) + p.row_of(sample) * p.logits.stride;
+    if (threadIdx.x == 0) shared.before = ordered_bits(to_float(row[token]));
+  } else if (threadIdx.x < size && place.token == token) {
+    shared.before = mine;
+  }
+  __syncthreads();
+  const uint32_t logit = static_cast<uint32_t>(shared.before);
+  int rank = __syncthreads_count(mine >= logit);
+  // Equal logits may be outside of the list.
+  if (!fits || (rank == size && !has_all)) rank = rank_of<Cluster>(shared, logit);
+  if (threadIdx.x > 0) return;
+  p.logprobs.ranks[sample] = rank;
+  write_token(p.logprobs, sample, token,
+              logprob_of(from_ordered_bits(logit), highest, shared.log_sum));
 }
 
 // Any row of which find_undivided() found nothing. If it was tried, the slice has what it loaded.
@@ -257,7 +282,8 @@ __device__ __forceinline__ FoundRow find_row(const Params& p, int sample, bool g
   if (loads_undivided<T, Cluster>(p, request)) {
     highest = divide_row<T>(slice, request.temperature);
   } else {
-    highest = load_row<T>(p, sample, request, aligned, slice, shared);
+    constexpr bool kMayBeGreedy = !kHasLogprobs<Params>;
+    highest = load_row<T, kMayBeGreedy>(p, sample, request, aligned, slice, shared);
     Cluster::wait();
   }
   const int top_k = greedy ? p.logits.vocab_size : shared.request.top_k;
@@ -323,8 +349,8 @@ __device__ __forceinline__ RowEnd sample_row(const Params& p, int sample, const 
     // Others may still read this CTA's list. With log-probabilities none of them has left.
     const bool arrives = found.token >= 0 && !kHasLogprobs<Params>;
     if (arrives) Cluster::arrive();
-    draw_from_list(shared, found.size, request, max, SampleRow::random(p, sample),
-                   [&](uint32_t token) { p.tokens[sample] = token; });
+    draw_from_list(shared, found.size, place_in_list(shared.list, found.size), request, max,
+                   SampleRow::random(p, sample), [&](uint32_t token) { p.tokens[sample] = token; });
     return {arrives, false};
   }
   const Kept kept = choose<Cluster>(shared, sets, slice, request, p.logits.vocab_size, max);

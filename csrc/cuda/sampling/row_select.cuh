@@ -50,6 +50,7 @@ struct SelectShared {
   List list;
   FewOfCta few[kClusterSize];
   float powers[kClusterSize];  // with few: sums of e^(logit - highest) (row_logprobs.cuh)
+  float log_sum;               // of the row, in the first CTA
   // Of sample(). Reading them in global memory where they are used would take longer.
   SampleRow request;
   Changes changes;
