@@ -111,7 +111,7 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int sample,
   const bool divides = temperature != 1.0f;
   Highest highest;
   load_slice<T>(
-      p.logits, p.row_of(sample), aligned, slice, !request.greedy || sparse,
+      p.logits, p.row_of(sample), aligned, slice, !kMayBeGreedy || !request.greedy || sparse,
       [&](int token) { return p.bitmask.bits_from(words, token); },
       [&](float logit, bool allowed) {
         if (!allowed) logit = -INFINITY;

@@ -178,21 +178,29 @@ __device__ __forceinline__ void logprobs_of_row(const TokenLogprobsParams& p, in
 
 // --- without a second look at the row ------------------------------------------------------------
 
-// Sums e^(logit - highest) over the slice: each warp's part to shared.equal. `highest` has ordered
-// bits.
-__device__ __forceinline__ void sum_powers(SelectShared& shared, const Slice& slice,
-                                           uint32_t highest) {
-  const float max = fmaxf(from_ordered_bits(highest), -FLT_MAX);  // without NaN, if all are -inf
-  const auto power = [&](uint32_t word) {
-    return exp2_approx((bits_as<float>(word) - max) * kLog2E);
-  };
+// A base that e^(logit - base) is finite for, without NaN if all logits are -inf.
+__device__ __forceinline__ float base_of_powers(float highest) {
+  return fmaxf(highest, -FLT_MAX);
+}
+__device__ __forceinline__ float power(float difference) {
+  return exp2_approx(difference * kLog2E);
+}
+
+// The sum of e^(logit - highest) over the tokens that this thread loaded, of which `highest` is.
+// It waits for no other thread.
+template <typename T>
+__device__ __forceinline__ float sum_own_powers(const Slice& slice, float highest) {
+  const float base = base_of_powers(highest);
   float sum = 0.0f;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < slice.num_vecs(); i += kRowThreads) {
-    const uint4 vec = slice.vec(i);
-    sum += (power(vec.x) + power(vec.y)) + (power(vec.z) + power(vec.w));
-  }
-  sum = warp_sum(sum);
+  for_each_own<T>(slice, [&](uint32_t word, int) { sum += power(bits_as<float>(word) - base); });
+  return sum;
+}
+
+// Makes of threads' sums those of warps, in shared.equal, to the base of the CTA's highest logit.
+__device__ __forceinline__ void sum_powers(SelectShared& shared, float sum, float highest,
+                                           uint32_t highest_of_cta) {
+  const float base = base_of_powers(from_ordered_bits(highest_of_cta));
+  sum = warp_sum(sum * power(base_of_powers(highest) - base));
   const int i = opaque(threadIdx.x);  // keeps no address in registers
   if (i % kWarpSize == 0) shared.equal[i / kWarpSize] = bits_as<uint32_t>(sum);
 }
@@ -206,8 +214,8 @@ __device__ __forceinline__ void send_powers(SelectShared& shared, int rank) {
   *Cluster::peer(&shared.powers[Cluster::rank()], rank) = sum;
 }
 
-// In the first CTA: shared.log_sum = ln(sum of e^(logit - max)) over the row. A warp that has no
-// token of the list does it. It is there behind the next barrier.
+// In the first CTA: shared.log_sum = ln(sum of e^(logit - max)) over the row, behind the next
+// barrier. A warp that has no token of the list does it.
 template <typename Cluster>
 __device__ __forceinline__ void add_powers(SelectShared& shared, float max) {
   const int thread = opaque(threadIdx.x);  // keeps no address in registers
@@ -215,8 +223,7 @@ __device__ __forceinline__ void add_powers(SelectShared& shared, float max) {
   float sum = 0.0f;
 #pragma unroll
   for (int rank = 0; rank < Cluster::kSize; ++rank) {
-    const float below = from_ordered_bits(shared.few[rank].highest) - max;
-    sum += shared.powers[rank] * exp2_approx(below * kLog2E);
+    sum += shared.powers[rank] * power(from_ordered_bits(shared.few[rank].highest) - max);
   }
   if (thread == kRowThreads - 1) shared.log_sum = log_of(sum);
 }

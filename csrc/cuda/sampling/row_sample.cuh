@@ -58,7 +58,8 @@ __device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, cons
   return {weights.prefix, ties};
 }
 
-// The draw from a list of `size` tokens, `place` of this thread's. Calls found(token) in one thread.
+// The draw from a list of `size` tokens, `place` of this thread's. Calls found(token, its place in
+// index order) in one thread.
 template <typename Found>
 __device__ __forceinline__ void draw_from_list(SelectShared& shared, int size,
                                                const ListPlace& place, const SampleRow& request,
@@ -87,7 +88,7 @@ __device__ __forceinline__ void draw_from_list(SelectShared& shared, int size,
   weight = i < size ? by_token[i] : 0;
   const BlockSum sum = block_sum(shared, weight);
   const uint64_t target = high_product(sum.all, random);
-  if (sum.before <= target && target < sum.before + weight) found(token_at[i]);
+  if (sum.before <= target && target < sum.before + weight) found(token_at[i], i);
 }
 
 // Arrives at the cluster's next barrier before it writes.
@@ -160,6 +161,10 @@ template <typename T, typename Cluster, typename Params>
 __device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, const Slice& slice,
                                                    bool aligned, SelectShared& shared) {
   const float highest = load_undivided<T>(p, sample, aligned, slice, shared);
+  float powers = 0.0f;
+  if (kHasLogprobs<Params> && !is_changed(p, sample, shared)) {
+    powers = sum_own_powers<T>(slice, highest);
+  }
   Cluster::wait();
   const HighestRange range = range_of_highest(shared, ordered_bits(highest));
   FoundRow found;
@@ -173,9 +178,7 @@ __device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, 
     }
   }
   const SampleRow& request = shared.request;
-  if constexpr (kHasLogprobs<Params>) {
-    if (!is_changed(p, sample, shared)) sum_powers(shared, slice, range.highest);
-  }
+  if constexpr (kHasLogprobs<Params>) sum_powers(shared, powers, highest, range.highest);
   send_few<T, Cluster>(shared, slice, highest, range, num_listed(p, request), [&](int rank) {
     if constexpr (kHasLogprobs<Params>) send_powers<Cluster>(shared, rank);
   });
@@ -185,8 +188,8 @@ __device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, 
   if (!few.fits || !is_finite_ordered(found.highest)) return found;
   found.size = 0;
   if constexpr (kHasLogprobs<Params>) {
-    found.has_logprobs = !is_changed(p, sample, shared) &&
-                         few.size >= min(p.logprobs.num_top, p.logits.vocab_size);
+    found.has_logprobs =
+        !is_changed(p, sample, shared) && few.size >= min(p.logprobs.num_top, p.logits.vocab_size);
   }
   if (Cluster::rank() > 0) return found;
   if (found.has_logprobs) {
@@ -227,42 +230,42 @@ __device__ __forceinline__ void draw_with_logprobs(const SampleLogprobsParams& p
                                                    SelectShared& shared, int size, float max) {
   const Few few = few_of_row<Cluster>(shared);
   const float highest = from_ordered_bits(few.highest);
-  add_powers<Cluster>(shared, highest);
-  ListPlace place = place_in_list(shared.list, size);
-  const uint32_t mine = threadIdx.x < size ? place.ordered : 0;
-  write_top(p.logprobs, sample, size, place, min(p.logprobs.num_top, p.logits.vocab_size), highest,
-            shared.log_sum);
-  const float temperature = shared.request.temperature;
   const bool has_all = size == few.size;
-  bool fits = temperature == 1.0f || divide_place(shared, size, has_all, place);
+  const int i = opaque(threadIdx.x);  // keeps no address in registers
+  const ListPlace listed = place_in_list(shared.list, size);
+  uint32_t* logits = shared.bins[0].high + 2 * kRowThreads;  // in index order
+  if (i < size) logits[listed.by_token] = listed.ordered;
+  add_powers<Cluster>(shared, highest);
+  ListPlace place = listed;
+  const float temperature = shared.request.temperature;
+  const bool fits = temperature == 1.0f || divide_place(shared, size, has_all, place);
+  int drawn_from = size;
   if (!fits) {
-    if (threadIdx.x == 0) shared.list.sizes[1] = 0;
+    if (i == 0) shared.list.sizes[1] = 0;
     __syncthreads();
-    size = list_few<Cluster>(shared, few, shared.request.top_k, temperature);
-    place = place_in_list(shared.list, size);
+    drawn_from = list_few<Cluster>(shared, few, shared.request.top_k, temperature);
+    place = place_in_list(shared.list, drawn_from);
   }
-  draw_from_list(shared, size, place, shared.request, max, SampleRow::random(p, sample),
-                 [&](uint32_t token) {
+  draw_from_list(shared, drawn_from, place, shared.request, max, SampleRow::random(p, sample),
+                 [&](uint32_t token, int at) {
+                   const T* row =
+                       static_cast<const T*>(p.logits.data) + p.row_of(sample) * p.logits.stride;
                    p.tokens[sample] = token;
                    shared.bin = token;
+                   shared.before = fits ? logits[at] : ordered_bits(to_float(row[token]));
                  });
   __syncthreads();
-  const uint32_t token = shared.bin;
-  if (!fits) {
-    const T* row = static_cast<const T*>(p.logits.data) + p.row_of(sample) * p.logits.stride;
-    if (threadIdx.x == 0) shared.before = ordered_bits(to_float(row[token]));
-  } else if (threadIdx.x < size && place.token == token) {
-    shared.before = mine;
-  }
-  __syncthreads();
   const uint32_t logit = static_cast<uint32_t>(shared.before);
-  int rank = __syncthreads_count(mine >= logit);
+  int rank = __syncthreads_count(i < size && listed.ordered >= logit);
   // Equal logits may be outside of the list.
   if (!fits || (rank == size && !has_all)) rank = rank_of<Cluster>(shared, logit);
-  if (threadIdx.x > 0) return;
+  const float log_sum = shared.log_sum;
+  write_top(p.logprobs, sample, size, listed, min(p.logprobs.num_top, p.logits.vocab_size), highest,
+            log_sum);
+  if (i > 0) return;
   p.logprobs.ranks[sample] = rank;
-  write_token(p.logprobs, sample, token,
-              logprob_of(from_ordered_bits(logit), highest, shared.log_sum));
+  write_token(p.logprobs, sample, shared.bin,
+              logprob_of(from_ordered_bits(logit), highest, log_sum));
 }
 
 // Any row of which find_undivided() found nothing. If it was tried, the slice has what it loaded.
@@ -286,7 +289,8 @@ __device__ __forceinline__ FoundRow find_row(const Params& p, int sample, bool g
     highest = load_row<T, kMayBeGreedy>(p, sample, request, aligned, slice, shared);
     Cluster::wait();
   }
-  const int top_k = greedy ? p.logits.vocab_size : shared.request.top_k;
+  // Greedy rows, of which there are none with log-probabilities, did not wait for the shared one.
+  const int top_k = kHasLogprobs<Params> ? shared.request.top_k : request.top_k;
   const bool lists = p.tokens != nullptr && top_k < p.logits.vocab_size && top_k <= kMaxListed;
   if (lists) count_highest(shared.bins[0], highest.ordered, 0, Radix{});
   post_max_key<Cluster>(shared, highest.key());
@@ -303,7 +307,8 @@ __device__ __forceinline__ FoundRow find_row(const Params& p, int sample, bool g
 }
 
 struct RowEnd {
-  // Others may still read this CTA's shared memory: it has arrived at a last barrier of the cluster.
+  // Others may still read this CTA's shared memory: it has arrived at a last barrier of the
+  // cluster.
   bool arrived;
   bool has_logprobs;  // the same in all CTAs
 };
@@ -350,7 +355,8 @@ __device__ __forceinline__ RowEnd sample_row(const Params& p, int sample, const 
     const bool arrives = found.token >= 0 && !kHasLogprobs<Params>;
     if (arrives) Cluster::arrive();
     draw_from_list(shared, found.size, place_in_list(shared.list, found.size), request, max,
-                   SampleRow::random(p, sample), [&](uint32_t token) { p.tokens[sample] = token; });
+                   SampleRow::random(p, sample),
+                   [&](uint32_t token, int) { p.tokens[sample] = token; });
     return {arrives, false};
   }
   const Kept kept = choose<Cluster>(shared, sets, slice, request, p.logits.vocab_size, max);
@@ -384,6 +390,7 @@ __device__ __forceinline__ void sample_cluster(const Params& p, int tokens, bool
   if constexpr (kHasLogprobs<Params>) {
     if (end.has_logprobs) return;
     Cluster::sync();  // the token is there, and nobody reads this CTA's shared memory
+    __syncthreads();  // racecheck sees no order of this CTA's accesses in a cluster's barrier
     logprobs_of_row<T, Cluster>(p.logprobs, sample, row, p.tokens[sample], slice, aligned, shared);
   }
 }
