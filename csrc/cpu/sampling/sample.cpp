@@ -1,66 +1,37 @@
-// sample and top_k_top_p_mask_ (ops/sampling/sample.h). A task is a row.
-//   1. the row as ordered bits of its final logits, in scratch
+// sample and top_k_top_p_mask_ (ops/sampling/sample.h). A task is a row. With a bias or penalties
+// it is copied first. Greedy rows, rows with a small top-k and rows without limits are read where
+// they are (direct.h). For others:
+//   1. the row as ordered bits of its quotients by the temperature, in scratch
 //   2. top-k: one histogram; only the tokens of its border bin and above are looked at again
 //   3. top-p: weights of what is left, and a radix selection by weight
 //   4. the draw: weights of the kept tokens per block, then the block that holds the random place
-#include "cpu/sampling/vec_sampling.h"
+#include "cpu/sampling/direct.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int64_t kMaxBlocks = 512;
 constexpr uint32_t kAllTies = 0xffffffffu;
 
 Loop loop_of(const SampleParams& p) {
   return {.count = p.num_samples};
 }
 
-void penalize(const SampleParams& p, int64_t sample, uint32_t* ordered) {
-  const auto bias = p.bias.of(sample);
+// Copies the logits, with the mask, and adds the bias and the penalties.
+template <typename T>
+void change_row(const SampleParams& p, int64_t sample, const LogitsOfSample<T>& logits,
+                float* changed) {
+  for_each_vector(0, logits.size(),
+                  [&](int64_t i, auto count) { store(changed + i, logits.at(i), count); });
+  const auto& [bias, counts] = Changes::of(p, sample);
   for (int64_t i = bias.begin; i < bias.end; ++i) {
-    if (p.bias.tokens[i] < 0) continue;
-    uint32_t& logit = ordered[p.bias.tokens[i]];
-    logit = vllm_kernels::ordered_bits(vllm_kernels::from_ordered_bits(logit) + p.bias.values[i]);
+    if (p.bias.tokens[i] >= 0) changed[p.bias.tokens[i]] += p.bias.values[i];
   }
-  const auto counts = p.counts.of(sample);
   const Penalties penalties = Penalties::read(p, sample);
   for (int64_t i = counts.begin; i < counts.end; ++i) {
     if (p.counts.tokens[i] < 0) continue;
-    uint32_t& logit = ordered[p.counts.tokens[i]];
-    logit = vllm_kernels::ordered_bits(
-        penalties.apply(vllm_kernels::from_ordered_bits(logit), p.counts.values[i]));
+    float& logit = changed[p.counts.tokens[i]];
+    logit = penalties.apply(logit, p.counts.values[i]);
   }
-}
-
-// Returns the highest ordered bits.
-template <typename T>
-uint32_t load_row(const SampleParams& p, int64_t sample, float temperature, uint32_t* ordered) {
-  const T* row = static_cast<const T*>(p.logits.data) + p.row_of(sample) * p.logits.stride;
-  const int64_t n = p.logits.vocab_size;
-  const int32_t* words = p.bitmask.of(sample);
-  const auto has_tokens = [](auto range) { return range.begin < range.end; };
-  const bool sparse = has_tokens(p.bias.of(sample)) || has_tokens(p.counts.of(sample));
-  const auto allowed = [&](Vec logits, int64_t token) {
-    return masked(logits, p.bitmask, words, token);
-  };
-  const Vec divisor = splat(temperature);
-  if (!sparse && temperature != 1.0f) {
-    return to_ordered(row, n, ordered,
-                      [&](Vec logits, int64_t token) { return allowed(logits, token) / divisor; });
-  }
-  const uint32_t most = to_ordered(row, n, ordered, allowed);
-  if (!sparse) return most;
-  penalize(p, sample, ordered);
-  Highest highest;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    VecUint bits = load_ordered(ordered + i);
-    if (temperature != 1.0f) {  // padding stays below every logit: 0 stands for a NaN
-      bits = (VecUint)(bits != 0) & ordered_bits(from_ordered_bits(bits) / divisor);
-      store_raw(ordered + i, bits);
-    }
-    highest.add(bits);
-  }
-  return highest.get();
 }
 
 // `list` has two thirds of the scratch.
@@ -118,7 +89,7 @@ int64_t draw_in_block(const uint32_t* ordered, int64_t begin, int64_t end, const
 }
 
 int64_t draw(const uint32_t* ordered, int64_t n, const Kept& kept, float max, uint64_t random) {
-  const int64_t block = padded(ceil_div(n, kMaxBlocks));
+  const int64_t block = block_tokens(n);
   KeptSums blocks[kMaxBlocks];
   uint64_t above = 0;
   uint32_t equal = 0;
@@ -157,12 +128,83 @@ void write_mask(T* row, const uint32_t* ordered, int64_t n, const Kept& kept) {
   }
 }
 
+// --- rows that are not copied --------------------------------------------------------------------
+
+// A lower bound of the logits whose quotient reaches that of `edge`. Their exact quotients exceed
+// the float before it.
+float lowest_with_quotient_of(float edge, float temperature) {
+  if (temperature == 1.0f) return std::max(edge, -FLT_MAX);
+  const float before = std::nextafter(edge / temperature, -__builtin_inff());
+  const double product = static_cast<double>(before) * temperature;  // exact
+  float lowest = static_cast<float>(product);
+  if (lowest > product) lowest = std::nextafter(lowest, -__builtin_inff());
+  return std::max(lowest, -FLT_MAX);
+}
+
+// Draws from the tokens that may be among the top-k. `max` is the highest quotient. Returns -1 if
+// they are not few. `scratch` has two thirds of it.
 template <typename T>
-void sample_row(const SampleParams& p, int64_t sample) {
-  const int64_t n = p.logits.vocab_size;
+int64_t draw_from_few(const LogitsOfSample<T>& logits, const SampleRow& request,
+                      const uint32_t* groups, float max, uint64_t random, uint32_t* scratch) {
+  const int64_t n = logits.size(), room = n / 4;
+  uint32_t *listed = scratch, *tokens = scratch + room, *rest = scratch + n + 64;
+  const uint32_t edge = select_by_count(groups, num_groups(n), request.top_k, rest).prefix;
+  const float lowest =
+      lowest_with_quotient_of(vllm_kernels::from_ordered_bits(edge), request.temperature);
+  int64_t count = 0;
+  for_each_reaching(logits, groups, lowest, [&](int64_t token, float logit) {
+    tokens[count] = static_cast<uint32_t>(token);
+    listed[count++] = vllm_kernels::ordered_bits(logit / request.temperature);
+    return count < room - kLanes;
+  });
+  if (count == room - kLanes) return -1;
+  for (int64_t i = count; i < padded(count); ++i) listed[i] = 0;
+  const Kept kept = choose(request, listed, count, max, rest);
+  return tokens[draw(listed, count, kept, max, random)];
+}
+
+// Draws without ordered bits of the whole row. Returns -1 if that does not suffice.
+template <typename T>
+int64_t draw_directly(const LogitsOfSample<T>& logits, const SampleRow& request, uint64_t random,
+                      uint32_t* scratch) {
+  const int64_t n = logits.size();
+  const bool is_few = n >= 1024 && request.top_k < n && request.top_k <= num_groups(n) / 2;
+  const bool is_all = request.top_k == n && request.top_p >= 1.0f && request.min_p == 0.0f;
+  if (!request.greedy && !is_few && !is_all) return -1;
+  uint32_t* groups = scratch + n / 2;
+  const float highest = find_highest(logits, groups), max = highest / request.temperature;
+  if (!std::isfinite(max)) return -1;
+  if (request.greedy) {
+    int64_t first = 0;
+    for_each_reaching(logits, groups, highest, [&](int64_t token, float) {
+      first = token;
+      return false;
+    });
+    return first;
+  }
+  if (is_few) return draw_from_few(logits, request, groups, max, random, scratch);
+  return draw_from_all(logits, request.temperature, max, random);
+}
+
+// --- any row -------------------------------------------------------------------------------------
+
+template <typename T>
+void sample_logits(const SampleParams& p, int64_t sample, const LogitsOfSample<T>& logits) {
+  const int64_t n = logits.size();
   const SampleRow request = SampleRow::read(p, sample);
+  const uint64_t random = SampleRow::random(p, sample);
+  if (p.tokens != nullptr) {
+    const int64_t token = draw_directly(logits, request, random, p.scratch);
+    if (token >= 0) {
+      p.tokens[sample] = token;
+      return;
+    }
+  }
   uint32_t* ordered = p.scratch;
-  const uint32_t most = load_row<T>(p, sample, request.temperature, ordered);
+  const Vec divisor = splat(request.temperature);
+  const uint32_t most = to_ordered(n, ordered, [&](int64_t i, auto) {
+    return request.temperature == 1.0f ? logits.at(i) : logits.at(i) / divisor;
+  });
   if (request.greedy || !is_finite_ordered(most)) {
     if (p.tokens != nullptr) p.tokens[sample] = first_equal(ordered, n, most);
     return;
@@ -170,11 +212,22 @@ void sample_row(const SampleParams& p, int64_t sample) {
   const float max = vllm_kernels::from_ordered_bits(most);
   const Kept kept = choose(request, ordered, n, max, ordered + n + 64);
   if (p.tokens != nullptr) {
-    p.tokens[sample] = draw(ordered, n, kept, max, SampleRow::random(p, sample));
+    p.tokens[sample] = draw(ordered, n, kept, max, random);
   } else if (kept.threshold > 0) {
     T* row = static_cast<T*>(p.masked) + p.row_of(sample) * p.logits.stride;
     write_mask(row, ordered, n, kept);
   }
+}
+
+template <typename T>
+void sample_row(const SampleParams& p, int64_t sample) {
+  const int64_t n = p.logits.vocab_size;
+  const T* row = static_cast<const T*>(p.logits.data) + p.row_of(sample) * p.logits.stride;
+  const LogitsOfSample<T> logits(row, n, p.bitmask, p.bitmask.of(sample));
+  if (!Changes::of(p, sample).any()) return sample_logits(p, sample, logits);
+  float* changed = reinterpret_cast<float*>(p.scratch + 2 * (n + 64));
+  change_row(p, sample, logits, changed);
+  sample_logits(p, sample, LogitsOfSample<float>(changed, n));
 }
 
 void run(const SampleParams& p, int64_t first, int64_t last) {

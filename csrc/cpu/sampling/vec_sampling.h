@@ -252,13 +252,13 @@ inline Radix select_by_count(const uint32_t* ordered, int64_t n, uint64_t target
 
 // --- from logits to ordered bits -----------------------------------------------------------------
 
-// ordered[i] = ordered bits of of(logits, first token) for n logits, padded with 0. Returns the
-// highest.
-template <typename T, typename Of>
-inline uint32_t to_ordered(const T* row, int64_t n, uint32_t* ordered, const Of& of) {
+// ordered[i] = ordered bits of n logits, padded with 0. logits(i, count): `count` of them from i
+// on. Returns the highest.
+template <typename Logits>
+inline uint32_t to_ordered(int64_t n, uint32_t* ordered, const Logits& logits) {
   Highest highest;
   for_each_vector(0, n, [&](int64_t i, auto count) {
-    VecUint bits = ordered_bits(of(load(row + i, count), i));
+    VecUint bits = ordered_bits(logits(i, count));
     store_raw(ordered + i, bits);
     if constexpr (!std::is_same_v<decltype(count), WholeVector>) {
       for (int64_t lane = count; lane < kLanes; ++lane) ordered[i + lane] = 0;
