@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ... import token_logprobs
+from ...ops.sampling import MAX_TOP_LOGPROBS
 from ..upload import download
 
 __all__ = ["Logprob", "TokenLogprobs", "TopLogprobs"]
-
-_MAX_TOP = 128  # of the op
 
 
 class Logprob(NamedTuple):
@@ -81,7 +80,7 @@ class TokenLogprobs:
     ) -> None:
         vocabulary = logits.shape[-1]
         num_top = vocabulary if num_top < 0 else min(num_top, vocabulary)
-        if num_top <= _MAX_TOP:
+        if num_top <= MAX_TOP_LOGPROBS:
             found = token_logprobs(logits, tokens, num_top, rows=rows)
         else:
             found = _all_logprobs(logits if rows is None else logits[rows], tokens, num_top)
