@@ -1,6 +1,6 @@
 """The measured tables: one JSON file a table in benchmarks/results, rendered as RESULTS.md,
-RESULTS_SEVERAL_GPUS.md and RESULTS_CPU.md. The figures in README.md, docs/performance.md and
-docs/scale_out.md come from there (page_tables.py).
+RESULTS_OTHER_OPS.md, RESULTS_SEVERAL_GPUS.md and RESULTS_CPU.md. The figures in README.md,
+docs/performance.md and docs/scale_out.md come from there (page_tables.py).
 
     python -m benchmarks tables                       writes these files and the tables of the pages
     python -m benchmarks tables RUN.json --into results/11_decode_peers_h200.json --commit COMMIT
@@ -22,7 +22,10 @@ from benchmarks import page_tables
 CEILING = 4.34e12  # bytes/s, a plain read of an H200's memory
 HERE = Path(__file__).parent
 RESULTS, RESULTS_GPUS = HERE / "RESULTS.md", HERE / "RESULTS_SEVERAL_GPUS.md"
-RESULTS_CPU = HERE / "RESULTS_CPU.md"
+RESULTS_OTHER, RESULTS_CPU = HERE / "RESULTS_OTHER_OPS.md", HERE / "RESULTS_CPU.md"
+OTHER_SECTIONS = (
+    "Sampling on a GPU", "Page selection and SparQ on a GPU", "Caches of 8 and 4 bits on a GPU",
+)  # fmt: skip
 GPUS_SECTION = "Several GPUs of one host"
 CPU_SECTIONS = ("Engine on a CPU", "CPU ops", "KV-cache manager")
 GENERATED = """\
@@ -34,7 +37,13 @@ INTRODUCTION = f"""# Measured results on GPUs
 {GENERATED} GPU times are medians over a CUDA
 graph with a cold L2. The programs that drive the peers are not part of the repository.
 [A plot](plots/decode_h200.png) shows the bandwidth of decode attention. There are tables of
+[sampling, page selection and quantized caches](RESULTS_OTHER_OPS.md), of
 [several GPUs](RESULTS_SEVERAL_GPUS.md) and of [CPUs](RESULTS_CPU.md), too.
+"""
+INTRODUCTION_OTHER = f"""# Measured results of sampling, page selection and quantized caches
+
+{GENERATED} GPU times are medians over a CUDA
+graph with a cold L2. [RESULTS.md](RESULTS.md) has the tables of the other GPU ops.
 """
 INTRODUCTION_GPUS = f"""# Measured results on several GPUs
 
@@ -58,13 +67,16 @@ def markdown(columns: list[str], rows: list[list[str | None]]) -> list[str]:
 def page_of(section: str) -> Path:
     if section in CPU_SECTIONS:
         return RESULTS_CPU
+    if section in OTHER_SECTIONS:
+        return RESULTS_OTHER
     return RESULTS_GPUS if section == GPUS_SECTION else RESULTS
 
 
 def pages() -> dict[Path, str]:
     """The generated files. Numbers keep the digits they have in benchmarks/results."""
     introductions = (
-        (RESULTS, INTRODUCTION), (RESULTS_GPUS, INTRODUCTION_GPUS), (RESULTS_CPU, INTRODUCTION_CPU)
+        (RESULTS, INTRODUCTION), (RESULTS_OTHER, INTRODUCTION_OTHER),
+        (RESULTS_GPUS, INTRODUCTION_GPUS), (RESULTS_CPU, INTRODUCTION_CPU),
     )  # fmt: skip
     return {page: render(page, introduction) for page, introduction in introductions}
 

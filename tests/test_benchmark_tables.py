@@ -50,7 +50,7 @@ def test_a_run_replaces_rows_and_keeps_the_rest(
     run, into = tmp_path / "run.json", tmp_path / "table.json"
     run.write_text(json.dumps([record, {**record, "peer": "fa3", "us": 3.0}]))
     into.write_text(FILES[0].read_text())
-    for name in ("RESULTS", "RESULTS_GPUS", "RESULTS_CPU"):
+    for name in ("RESULTS", "RESULTS_OTHER", "RESULTS_GPUS", "RESULTS_CPU"):
         monkeypatch.setattr(tables, name, tmp_path / f"{name}.md")
     tables.main([str(run), "--into", str(into), "--commit", "abc"])
     table = json.loads(into.read_text())
