@@ -214,7 +214,15 @@ def test_a_table_that_is_too_short(device):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "group: expected one of group and shards, got none"),
+        (
+            {},
+            "group: expected one of group and shards, got none; dist.group.WORLD is None before "
+            "init_process_group",
+        ),
+        (
+            {"group": 2},
+            "group: expected a ProcessGroup, got 2; for shards in one process give shards=N",
+        ),
         ({"shards": 0}, "shards: expected at least 1, got 0"),
         ({"shards": 2, "interleave": 0}, "interleave: expected at least 1, got 0"),
     ],

@@ -70,7 +70,12 @@ class ContextParallel:
         if (group is None) == (shards is None):
             raise InvalidArgument(
                 "ContextParallel: group: expected one of group and shards, got "
-                f"{'none' if group is None else 'both'}"
+                + ("both" if shards else "none; dist.group.WORLD is None before init_process_group")
+            )
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise InvalidArgument(
+                f"ContextParallel: group: expected a ProcessGroup, got {group!r:.40}; for shards "
+                "in one process give shards=N"
             )
         for name, number in (("interleave", interleave), ("shards", shards)):
             if number is not None and number < 1:
