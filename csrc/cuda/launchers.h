@@ -26,6 +26,7 @@
 #include "ops/rotary_embedding.h"
 #include "ops/sampling/sample.h"
 #include "ops/scaled_quant.h"
+#include "ops/upcast_query.h"
 
 namespace vllm_kernels::cuda {
 
@@ -66,10 +67,11 @@ void launch(const ValueMeanUpdateParams& params, Stream stream);
 // --- attention
 // paged_attention, v1, v2, varlen_attention, attention_with_kvcache, sparq_attention. `workspace`
 // has kPagedAttentionWorkspaceBytes that no concurrent launch uses; null selects the stream's own
-// workspace. `scratch` has gather_scratch_bytes(params), for this launch alone.
-int64_t gather_scratch_bytes(const PagedAttentionParams& params);
-void launch_paged_attention(const PagedAttentionParams& params, void* workspace, void* scratch,
-                            Stream stream);
+// workspace. `scratch` has attention_scratch_bytes(), for this launch alone.
+int64_t attention_scratch_bytes(const PagedAttentionParams& params, const E4M3Query& query);
+void launch_paged_attention(const PagedAttentionParams& params, const E4M3Query& query,
+                            void* workspace, void* scratch, Stream stream);
+void launch(const UpcastQueryParams& params, Stream stream);
 void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
 void launch(const KvcacheIndicesParams& params, Stream stream);
 // Only where may_append(). Otherwise: the indices, then the writer of reshape_and_cache.

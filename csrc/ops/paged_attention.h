@@ -78,7 +78,7 @@ struct PagedAttentionParams {
   int32_t num_heads;    // a multiple of kv.num_kv_heads
   int64_t max_seq_len;  // the caller's bound; a longer row is clamped to it
   float scale;
-  DType dtype;  // of out, and of query unless query_is_e4m3
+  DType dtype;  // of out and query
   BlockSparse sparse;
 
   // v1 and v2 set only num_tokens and out_stride of these.
@@ -121,12 +121,6 @@ struct PagedAttentionParams {
   TreeMask tree_mask;
   // Without a tree mask or block-sparse pattern.
   Stripe stripe;
-  // query has e4m3 elements, and `dtype` 16 bits. An element stands for
-  //   element * q_scale[kv_head * q_scale_stride]
-  // A null q_scale means 1.
-  bool query_is_e4m3 = false;
-  const float* q_scale = nullptr;
-  int32_t q_scale_stride = 0;
 
   // Of query and out.
   VLLM_KERNELS_HOST_DEVICE int head_size() const { return kv.head_values(); }

@@ -1,18 +1,30 @@
-// e4m3 queries as 16-bit ones, for the attention kernels that multiply in 16 bits:
-//   out = element * q_scale[kv_head], rounded to `dtype`
+// e4m3 queries of attention, and their conversion for the kernels that multiply in 16 bits:
+//   out = element * scale[kv_head], rounded to `dtype`
 #pragma once
 #include <cstdint>
 
 #include "ops/dtype.h"
+#include "ops/rows.h"
 
 namespace vllm_kernels {
 
+// Beside PagedAttentionParams, whose dtype is then that of out: whether query has e4m3 elements. An
+// element stands for element * scale[kv_head * scale_stride].
+struct E4M3Query {
+  bool on = false;
+  const float* scale = nullptr;  // null: 1
+  int32_t scale_stride = 0;      // 0: one float; 1: [num_kv_heads]
+
+  VLLM_KERNELS_HOST_DEVICE float of(int kv_head) const {
+    return scale == nullptr ? 1.0f : scale[kv_head * scale_stride];
+  }
+};
+
 struct UpcastQueryParams {
-  void* out;              // [num_tokens, num_heads, head_size], contiguous
-  const void* query;      // [num_tokens, num_heads, head_size] e4m3, contiguous heads
-  int64_t query_stride;   // elements between tokens of query
-  const float* q_scale;   // null: 1
-  int32_t q_scale_stride;  // 0: one float; 1: [num_kv_heads]
+  void* out;             // [num_tokens, num_heads, head_size], contiguous
+  const void* query;     // [num_tokens, num_heads, head_size] e4m3, contiguous heads
+  int64_t query_stride;  // elements between tokens of query
+  E4M3Query scales;
   int32_t num_tokens;
   int32_t num_heads;
   int32_t num_kv_heads;

@@ -8,6 +8,7 @@
 //   6  many query rows otherwise                                              prefill sm80
 //   7  scales of tokens, which sm80 lacks, where decode can                   decode
 //   8  anything else                                                          SIMT
+// e4m3 queries take the same way as 16-bit ones. Where 5 takes them, it may multiply in 8 bits.
 // After 5 and 6, a mixed batch gets a concurrent decode launch for its short sequences.
 // ../README.md has the same table with exact conditions. Thresholds are in heuristics.h.
 // KernelChoice::obstacles has the reasons against each faster kernel; dispatch_words.cpp puts them
@@ -173,6 +174,31 @@ void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles,
     choice.gathered_rows = room;
     choice.gathers_some = true;
   }
+}
+
+// e4m3 queries: sets whether prefill sm90 multiplies in 8 bits. `choice` is that of the same call
+// with 16-bit queries. Few rows do not pay for the copy of K and V.
+void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
+  const PagedKv& kv = p.kv;
+  const bool packs_pages = kv.layout != KvLayout::kVllm ||
+                           (kv.block_size % 16 == 0 && fits_stride(kv, kv.key_chunk_stride) &&
+                            fits_stride(kv, kv.value_dim_stride));
+  const auto padded = [](int64_t tokens) { return (tokens + kFp8Rows - 1) / kFp8Rows * kFp8Rows; };
+  const int64_t rows = p.key_start_loc != nullptr
+                           ? padded(p.max_seq_len + int64_t{p.num_seqs} * kFp8Rows)
+                           : p.num_seqs * padded(std::max(p.max_seq_len, int64_t{1}));
+  const bool fits = choice.main.kernel == AttentionKernel::kPrefillSm90 &&
+                    kv.dtype == DType::kFp8E4M3 && !p.modifies_scores() && cache_is_aligned(p) &&
+                    packs_pages && is_aligned(p.query, 16) && p.query_stride % 16 == 0 &&
+                    int64_t{p.max_query_len} * group_of(p) >= kGatherRows &&
+                    fp8_gather_bytes(p, rows) <= kMaxGatherBytes;
+  if (fits) {
+    choice.fp8_rows = rows;
+    choice.gathered_rows = 0;
+    choice.gathers_some = false;
+    choice.main.padded_head_size = p.head_size() <= 64 ? 64 : p.head_size() <= 128 ? 128 : 256;
+  }
+  choice.upcasts_query = !fits || choice.has_concurrent_decode;
 }
 
 // Reasons to run decode where both kinds of kernel could run. With few rows, prefill has tiles for
@@ -412,6 +438,20 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
     choice.concurrent_decode = choose_decode(concurrent_params(p, choice), device);
   }
   return choice;
+}
+
+AttentionChoice choose_e4m3_kernel(const PagedAttentionParams& p, const DeviceModel& device) {
+  alignas(16) static char memory[16];  // as aligned as the queries in 16 bits
+  AttentionChoice choice = choose_kernel(with_upcast_query(p, memory), device);
+  choose_fp8(p, choice);
+  return choice;
+}
+
+PagedAttentionParams with_upcast_query(const PagedAttentionParams& p, const void* query) {
+  PagedAttentionParams others = p;
+  others.query = query;
+  others.query_stride = int64_t{p.num_heads} * p.head_size();
+  return others;
 }
 
 PagedAttentionParams concurrent_params(const PagedAttentionParams& p,

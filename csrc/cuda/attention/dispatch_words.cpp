@@ -107,6 +107,12 @@ std::string describe(const AttentionChoice& choice) {
             " tokens are gathered to contiguous keys of 16 bits";
     if (choice.gathers_some) text += "; the same kernel without that for other sequences";
   }
+  if (choice.fp8_rows > 0) {
+    text += "\nmultiplied in 8 bits, after K and V of up to " + std::to_string(choice.fp8_rows) +
+            " tokens are copied and V is transposed";
+  } else if (choice.upcasts_query) {
+    text += "\nafter the queries are converted to 16 bits";
+  }
   if (choice.has_concurrent_decode) {
     text += "\nconcurrently, for sequences of fewer than " + std::to_string(choice.min_query_len) +
             " query tokens: " + describe(choice.concurrent_decode);

@@ -1,10 +1,12 @@
 // paged_attention and varlen_attention: launches the kernel that choose_kernel() names. A mixed
 // batch gets two launches: prefill, then a concurrent decode launch. ops/paged_attention.h has the
-// shapes, and the head of each kernel's file has its grid and its early reads.
+// shapes, and the head of each kernel's file has its grid and its early reads. e4m3 queries that no
+// kernel multiplies in 8 bits are first converted to 16 bits.
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/workspace.h"
 #include "cuda/attention/decode/decode.h"
 #include "cuda/attention/dispatch.h"
+#include "cuda/attention/prefill/gather_fp8_keys.h"
 #include "cuda/attention/prefill/gather_keys.h"
 #include "cuda/attention/prefill/prefill.h"
 #include "cuda/attention/simt/simt_kernel.cuh"
@@ -56,6 +58,44 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
   kernel(p, choice, launch, stream);
 }
 
+void launch_main(const PagedAttentionParams& p, const AttentionChoice& choice,
+                 const PrefillLaunch& launch, const DecodeWorkspace& workspace, void* scratch,
+                 Stream stream) {
+  switch (choice.main.kernel) {
+    case AttentionKernel::kSimt:
+      return launch_simt(p, choice.main, workspace, stream);
+    case AttentionKernel::kDecode:
+    case AttentionKernel::kDecodeWgmma:
+      return launch_decode(p, choice.main, workspace, stream);
+    case AttentionKernel::kPrefillSm90:
+      return launch_prefill_sm90(p, choice, launch, scratch, stream);
+    case AttentionKernel::kPrefillSm80:
+      launch_prefill_sm80(p, choice.main, launch, stream);
+  }
+}
+
+// Converts the queries to 16 bits, in scratch memory.
+PagedAttentionParams upcast(const PagedAttentionParams& p, const E4M3Query& query,
+                            const AttentionChoice& choice, void* scratch, Stream stream) {
+  void* out = static_cast<char*>(scratch) + attention_scratch(p, choice).query_offset;
+  cuda::launch(UpcastQueryParams{.out = out,
+                                 .query = p.query,
+                                 .query_stride = p.query_stride,
+                                 .scales = query,
+                                 .num_tokens = p.num_tokens,
+                                 .num_heads = p.num_heads,
+                                 .num_kv_heads = p.kv.num_kv_heads,
+                                 .head_size = p.head_size(),
+                                 .dtype = p.dtype},
+               stream);
+  return with_upcast_query(p, out);
+}
+
+AttentionChoice choose(const PagedAttentionParams& p, const E4M3Query& query) {
+  const DeviceModel& device = current_device_model();
+  return query.on ? choose_e4m3_kernel(p, device) : choose_kernel(p, device);
+}
+
 PagedAttentionParams with_rows(const PagedAttentionParams& given) {
   PagedAttentionParams p = given;
   p.kv = given.kv.with_rows();
@@ -64,17 +104,18 @@ PagedAttentionParams with_rows(const PagedAttentionParams& given) {
 
 }  // namespace
 
-int64_t gather_scratch_bytes(const PagedAttentionParams& given) {
+int64_t attention_scratch_bytes(const PagedAttentionParams& given, const E4M3Query& query) {
   const PagedAttentionParams p = with_rows(given);
-  if (int64_t{p.max_query_len} * p.num_heads < int64_t{gather_rows(p.kv)} * p.kv.num_kv_heads)
+  if (!query.on &&
+      int64_t{p.max_query_len} * p.num_heads < int64_t{gather_rows(p.kv)} * p.kv.num_kv_heads)
     return 0;
-  return gather_bytes(p, choose_kernel(p, current_device_model()).gathered_rows);
+  return attention_scratch(p, choose(p, query)).total;
 }
 
-void launch_paged_attention(const PagedAttentionParams& given, void* memory, void* scratch,
-                            Stream stream) {
+void launch_paged_attention(const PagedAttentionParams& given, const E4M3Query& query,
+                            void* memory, void* scratch, Stream stream) {
   const PagedAttentionParams p = with_rows(given);
-  const AttentionChoice choice = choose_kernel(p, current_device_model());
+  const AttentionChoice choice = choose(p, query);
   check_fixed_split(p, choice.main);
   if (choice.has_concurrent_decode) {
     check_fixed_split(concurrent_params(p, choice), choice.concurrent_decode);
@@ -84,20 +125,14 @@ void launch_paged_attention(const PagedAttentionParams& given, void* memory, voi
   const PrefillLaunch launch = {.min_query_len = choice.min_query_len,
                                 .has_concurrent_launch = choice.has_concurrent_decode,
                                 .next = prefill_next(workspace)};
-  switch (choice.main.kernel) {
-    case AttentionKernel::kSimt:
-      return launch_simt(p, choice.main, workspace, stream);
-    case AttentionKernel::kDecode:
-    case AttentionKernel::kDecodeWgmma:
-      return launch_decode(p, choice.main, workspace, stream);
-    case AttentionKernel::kPrefillSm90:
-      launch_prefill_sm90(p, choice, launch, scratch, stream);
-      break;
-    case AttentionKernel::kPrefillSm80:
-      launch_prefill_sm80(p, choice.main, launch, stream);
+  const PagedAttentionParams wide = choice.upcasts_query ? upcast(p, query, choice, scratch, stream) : p;
+  if (choice.fp8_rows > 0) {
+    launch_prefill_fp8(gather_fp8_keys(p, query, choice, scratch, stream), launch, stream);
+  } else {
+    launch_main(wide, choice, launch, workspace, scratch, stream);
   }
   if (choice.has_concurrent_decode) {
-    launch_decode(concurrent_params(p, choice), choice.concurrent_decode, workspace, stream);
+    launch_decode(concurrent_params(wide, choice), choice.concurrent_decode, workspace, stream);
   }
 }
 

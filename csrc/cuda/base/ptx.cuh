@@ -199,6 +199,20 @@ __device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) 
   return packed;
 }
 
+#if defined(VLLM_KERNELS_HAS_SM90)
+// Rounds four floats to a register of four e4m3 elements; `x0` is element 0. Saturates.
+__device__ __forceinline__ uint32_t pack4_e4m3(float x0, float x1, float x2, float x3) {
+  uint32_t packed;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(packed)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return packed;
+}
+#endif
+
 // --- copies into shared memory -------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {

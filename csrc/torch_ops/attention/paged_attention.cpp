@@ -176,7 +176,7 @@ torch::stable::Tensor paged_attention_result(const Tensor& query, const Tensor& 
 void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
                             void* workspace) {
   run_on_stream(query, [&](cuda::Stream stream) {
-    const int64_t bytes = cuda::gather_scratch_bytes(params);
+    const int64_t bytes = cuda::attention_scratch_bytes(params);
     // torch's allocator gives the memory to later work of this stream only.
     std::optional<Tensor> scratch;
     if (bytes > 0) scratch = empty({&bytes, 1}, aoti_torch_dtype_uint8(), query);

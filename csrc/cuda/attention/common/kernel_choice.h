@@ -99,6 +99,11 @@ struct AttentionChoice {
   int64_t gathered_rows = 0;
   // The sequences may have more rows. A second launch reads the others' K and V where they are.
   bool gathers_some = false;
+  // e4m3 queries. Not 0: both products have 8-bit operands, and K and V are first copied, V
+  // transposed, to scratch memory with room for so many tokens of each head.
+  int64_t fp8_rows = 0;
+  // A launch needs the queries in 16 bits.
+  bool upcasts_query = false;
 };
 
 // The form in which prefill sm90 reads K and V where they lie.
@@ -117,6 +122,30 @@ inline int64_t gathered_tensor_bytes(const PagedAttentionParams& p, int64_t rows
 }
 inline int64_t gather_bytes(const PagedAttentionParams& p, int64_t rows) {
   return rows == 0 ? 0 : 2 * gathered_tensor_bytes(p, rows) + int64_t{4} * (p.num_seqs + 3);
+}
+
+// Scratch of gather_fp8_keys(): K and V of `rows` rows, the sequences' first rows and lengths, two
+// scales a KV head. A sequence has a multiple of kFp8Rows rows. Rows of K are padded to 32 bytes.
+constexpr int kFp8Rows = 128;
+inline int64_t fp8_key_bytes(const PagedAttentionParams& p) {
+  return (p.head_size() + 31) / 32 * 32;
+}
+inline int64_t fp8_gather_bytes(const PagedAttentionParams& p, int64_t rows) {
+  return rows * p.kv.num_kv_heads * (fp8_key_bytes(p) + p.head_size()) +
+         int64_t{4} * (2 * p.num_seqs + 1 + 2 * p.kv.num_kv_heads);
+}
+// Scratch of a call: gathered keys, then from query_offset on the queries in 16 bits.
+struct AttentionScratch {
+  int64_t query_offset;
+  int64_t total;
+};
+inline AttentionScratch attention_scratch(const PagedAttentionParams& p,
+                                          const AttentionChoice& choice) {
+  const int64_t keys = choice.fp8_rows > 0 ? fp8_gather_bytes(p, choice.fp8_rows)
+                                           : gather_bytes(p, choice.gathered_rows);
+  const int64_t query_bytes = int64_t{p.num_tokens} * p.num_heads * p.head_size() * 2;
+  const int64_t offset = (keys + 255) / 256 * 256;
+  return {offset, choice.upcasts_query ? offset + query_bytes : keys};
 }
 
 // SIMT: query heads and warps of a CTA.

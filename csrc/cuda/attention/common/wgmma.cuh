@@ -1,10 +1,11 @@
 // Hopper's wgmma: 64 rows times N = 16 to 256 columns, with float32 accumulators. A [64, 16] is in
 // shared memory, or in the registers of 4 warps as four m16n8k16 fragments. B [16, N] is in shared
-// memory. The instructions are asynchronous: operands and accumulators must not be touched before
-// wgmma_wait().
+// memory. e4m3 operands have k = 32 for 16, and B is contiguous along k. The instructions are
+// asynchronous: operands and accumulators must not be touched before wgmma_wait().
 #pragma once
 #include <type_traits>
 
+#include "cuda/base/fp8.cuh"
 #include "cuda/base/ptx.cuh"
 
 namespace vllm_kernels::cuda {
@@ -103,18 +104,20 @@ __device__ __forceinline__ void wgmma_wait() {
   "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
   "%126, %127"
 
-// The asm operands after c: A, B, whether to accumulate, and B's major-ness.
-#define VLLM_KERNELS_ASM(n, columns, dtype, a, b, keep, order, ...)                         \
-  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" keep                              \
-               ", 0;\nwgmma.mma_async.sync.aligned.m64n" columns "k16.f32." dtype "." dtype \
-               " {" VLLM_KERNELS_D##n "}, " a ", %" b ", keep, 1, 1, " order ";\n}"         \
-               : VLLM_KERNELS_C##n                                                          \
+// The asm operands after c: A, B, whether to accumulate, and B's major-ness, which e4m3 has not.
+#define VLLM_KERNELS_ASM(n, shape, dtype, a, b, keep, order, ...)                        \
+  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" keep                           \
+               ", 0;\nwgmma.mma_async.sync.aligned.m64n" shape ".f32." dtype "." dtype   \
+               " {" VLLM_KERNELS_D##n "}, " a ", %" b ", keep, 1, 1" order ";\n}"        \
+               : VLLM_KERNELS_C##n                                                       \
                : __VA_ARGS__, "l"(b_matrix), "r"(keeps), "n"(kColumnsContiguous))
-#define VLLM_KERNELS_WGMMA(n, columns, ...)            \
-  if constexpr (std::is_same_v<T, __half>) {           \
-    VLLM_KERNELS_ASM(n, columns, "f16", __VA_ARGS__);  \
-  } else {                                             \
-    VLLM_KERNELS_ASM(n, columns, "bf16", __VA_ARGS__); \
+#define VLLM_KERNELS_WGMMA(n, columns, a, b, keep, order, ...)                           \
+  if constexpr (std::is_same_v<T, Fp8E4M3>) {                                            \
+    VLLM_KERNELS_ASM(n, columns "k32", "e4m3", a, b, keep, "", __VA_ARGS__);             \
+  } else if constexpr (std::is_same_v<T, __half>) {                                      \
+    VLLM_KERNELS_ASM(n, columns "k16", "f16", a, b, keep, ", " order, __VA_ARGS__);      \
+  } else {                                                                               \
+    VLLM_KERNELS_ASM(n, columns "k16", "bf16", a, b, keep, ", " order, __VA_ARGS__);     \
   }
 #define VLLM_KERNELS_SHARED(n, columns, a, b, keep, order) \
   VLLM_KERNELS_WGMMA(n, columns, "%" a, b, keep, "0, %" order, "l"(a_matrix))
@@ -128,6 +131,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <typename T, bool kColumnsContiguous, int kTiles>
 __device__ __forceinline__ void wgmma(float (&c)[kTiles][4], uint64_t a_matrix, uint64_t b_matrix,
                                       bool keep) {
+  static_assert(!(kColumnsContiguous && kIsFp8<T>));
   const int keeps = keep;
   if constexpr (kTiles == 8) {
     VLLM_KERNELS_SHARED(32, "64", "32", "33", "34", "35")
@@ -151,6 +155,7 @@ __device__ __forceinline__ void wgmma(float (&c)[kMaxTiles][4], const uint32_t (
                                       uint64_t b_matrix, bool keep) {
   constexpr int kTiles = kUsed > 0 ? kUsed : kMaxTiles;
   static_assert(kTiles <= kMaxTiles);
+  static_assert(!(kColumnsContiguous && kIsFp8<T>));
   const int keeps = keep;
   if constexpr (kTiles == 2) {
     VLLM_KERNELS_REGISTERS(8, "16", "8", "9", "10", "11", "12", "13", "14")

@@ -67,7 +67,7 @@ void launch(const FusedDecodeAttentionParams& params, void* memory, Stream strea
   });
   if (!in_one) {
     if (!explained) launch(params.rope, stream);
-    return launch_paged_attention(p, memory, nullptr, stream);
+    return launch_paged_attention(p, {}, memory, nullptr, stream);
   }
   if (explained) return;
   const DecodeWorkspace workspace = decode_workspace(memory, stream);

@@ -19,14 +19,14 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-// starts[s]: rows of the sequences before s. A sequence that does not fit in `rows` has none, nor
-// have those after it. Contiguous keys (one "sequence" of all rows): starts is {0, rows}, and the
-// block table after it {0}.
+// See find_key_starts(). A sequence that does not fit in `rows` has none, nor have those after it.
+// Contiguous keys as one sequence: starts is {0, rows}, and the block table after it {0}.
 __global__ void __launch_bounds__(kThreads)
-    key_starts_kernel(PagedAttentionParams p, int min_query_len, int32_t rows, int32_t* starts) {
+    key_starts_kernel(PagedAttentionParams p, int min_query_len, int32_t rows, int align,
+                      int32_t* starts, int32_t* lens) {
   launch_dependents();
   wait_for_primary_kernel();
-  if (p.key_start_loc != nullptr) {
+  if (p.key_start_loc != nullptr && lens == nullptr) {
     if (threadIdx.x < 3) starts[threadIdx.x] = threadIdx.x == 1 ? rows : 0;
     return;
   }
@@ -38,8 +38,12 @@ __global__ void __launch_bounds__(kThreads)
   for (int first = 0; first < p.num_seqs; first += kThreads) {
     const int seq = first + static_cast<int>(threadIdx.x);
     const bool gathered = seq < p.num_seqs && query_range(p, seq).count >= min_query_len;
-    int64_t sum = gathered ? usable_seq_len(p, seq) : 0;
-    const int64_t length = sum;
+    const int keys = seq < p.num_seqs ? key_range(p, seq).count : 0;
+    if (lens != nullptr && seq < p.num_seqs) lens[seq] = keys;
+    // An empty sequence has rows of zeros, too, which its work tile reads.
+    const int64_t wanted = lens != nullptr ? max(keys, 1) : keys;
+    const int64_t length = gathered ? (wanted + align - 1) / align * align : 0;
+    int64_t sum = length;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int64_t other = __shfl_up_sync(0xffffffffu, sum, distance);
@@ -64,6 +68,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+void find_key_starts(const PagedAttentionParams& p, int min_query_len, int32_t rows, int align,
+                     int32_t* starts, int32_t* lens, void* stream) {
+  launch_kernel("paged_attention", key_starts_kernel, dim3(1), dim3(kThreads), 0, stream, p,
+                min_query_len, rows, align, starts, lens);
+}
+
 GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& choice,
                          void* scratch, void* stream) {
   const PagedKv& kv = p.kv;
@@ -71,8 +81,7 @@ GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& c
   char* memory = static_cast<char*>(scratch);
   auto* starts = reinterpret_cast<int32_t*>(memory + 2 * tensor_bytes);
   const auto rows = static_cast<int32_t>(choice.gathered_rows);
-  launch_kernel("paged_attention", key_starts_kernel, dim3(1), dim3(kThreads), 0, stream, p,
-                choice.min_query_len, rows, starts);
+  find_key_starts(p, choice.min_query_len, rows, 1, starts, nullptr, stream);
 
   const bool contiguous = p.key_start_loc != nullptr;
   const int64_t head_stride = gathered_head_stride(p), row_stride = kv.num_kv_heads * head_stride;

@@ -25,6 +25,10 @@ struct PrefillSm90Kernels {
                      void* stream);
 };
 
+// Prefill sm90 with e4m3 queries. `params` has the K and V that gather_fp8_keys() made.
+void launch_prefill_fp8(const PagedAttentionParams& params, const PrefillLaunch& launch,
+                        void* stream);
+
 // T: type of query and cache. kCacheIs8Bit: any 8-bit cache, with any 16-bit query; T is Half.
 template <typename T, bool kCacheIs8Bit>
 struct PrefillSm80Kernels {

@@ -19,6 +19,9 @@
 // Head sizes between the instantiations: TMA pads K, V and queries with zeros in shared memory.
 //
 // kSwizzledRows (NHD, HND): [D / 64][tokens][128 bytes], with the 128-byte swizzle.
+//
+// e4m3 queries (fp8.cuh): all operands have 8 bits. K is as in kSwizzledRows, with 128 dimensions in
+// 128 bytes. V^T is [D][tokens], with the swizzle of its row. A register of P has four tokens.
 #pragma once
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_smem_layout.cuh"
@@ -38,7 +41,8 @@ constexpr int kDequantWarps = 3;  // dequant producer warps of K, and as many of
 
 template <typename Element, int kSize, KvForm kKvForm, bool kAdjustsScores, bool kIs8BitCache>
 struct PrefillConfig {
-  using T = Element;  // type of the wgmma operands
+  using T = Element;  // of the result
+  using Operand = T;  // of the wgmma operands
   static constexpr int kHeadSize = kSize;
   static constexpr KvForm kForm = kKvForm;
   static constexpr bool kAdjusts = kAdjustsScores;
@@ -74,7 +78,12 @@ struct PrefillConfig {
 template <typename Config>
 struct PrefillMma {
   using T = typename Config::T;
+  using Operand = typename Config::Operand;
+  static constexpr bool kHas8Bit = kIsFp8<Operand>;
   static constexpr int kHeadSize = Config::kHeadSize, kTokens = Config::kTokens;
+  // A wgmma has 32 bytes along k.
+  static constexpr int kHeadSteps = kHeadSize * sizeof(Operand) / 32;
+  static constexpr int kTokenSteps = kTokens * sizeof(Operand) / 32;
   static constexpr int kScoreTiles = kTokens / 8;
   static constexpr int kOutTiles = kHeadSize / 8;
   static constexpr int kBoxes = kTokens / kPrefillBoxTokens;
@@ -83,12 +92,15 @@ struct PrefillMma {
   static constexpr uint32_t kColumnStep = kTokens * 128;  // bytes to the next 64 dimensions
   static constexpr uint32_t kQueryColumn = Config::kRows * 128;
   static constexpr bool kQueryInRegisters = Config::kQueryInRegisters;
+  // log2 of P where row_max is raised, and of the largest P. 8 bits have few values below 1.
+  static constexpr float kLogP = kHas8Bit ? 8.0f : 0.0f;
+  static constexpr float kMaxLogP = kHas8Bit ? 8.75f : kRescaleThreshold;  // e4m3: up to 448
 
-  uint32_t query[kQueryInRegisters ? kHeadSize / 16 : 1][4];
+  uint32_t query[kQueryInRegisters ? kHeadSteps : 1][4];
   float scores[kScoreTiles][4];
   float out[kOutTiles][4];
-  uint32_t probs[kBoxes][4];
-  float row_max[2];  // log2 units; see kRescaleThreshold
+  uint32_t probs[kTokenSteps][4];
+  float row_max[2];  // log2 units; see kMaxLogP
   float sum[2];      // partial: of this lane's columns
 
   __device__ __forceinline__ void clear() {
@@ -110,7 +122,7 @@ struct PrefillMma {
   __device__ __forceinline__ void load_query(uint32_t rows, int thread) {
     const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
 #pragma unroll
-    for (int k = 0; k < kHeadSize / 16; ++k) {
+    for (int k = 0; k < kHeadSteps; ++k) {
       const int chunk = 2 * k + lane / 16;
       load_matrices(query[k],
                     rows + chunk / 8 * kQueryColumn + row * 128 + ((chunk ^ row) % 8) * 16);
@@ -126,12 +138,12 @@ struct PrefillMma {
         kRowForm ? matrix_descriptor(key >> 4, 16, 1024, Swizzle::k128)
                  : matrix_descriptor(key >> 4, 128, kBoxBytes / 2, Swizzle::kNone));
 #pragma unroll
-    for (int k = 0; k < kHeadSize / 16; ++k) {
+    for (int k = 0; k < kHeadSteps; ++k) {
       const uint64_t b = columns.at(kRowForm ? k / 4 * kColumnStep + k % 4 * 32 : k * 256);
       if constexpr (kQueryInRegisters) {
-        wgmma<T, false>(scores, query[k], b, k > 0);
+        wgmma<Operand, false>(scores, query[k], b, k > 0);
       } else {
-        wgmma<T, false>(scores, query_rows.at(k / 4 * kQueryColumn + k % 4 * 32), b, k > 0);
+        wgmma<Operand, false>(scores, query_rows.at(k / 4 * kQueryColumn + k % 4 * 32), b, k > 0);
       }
     }
     wgmma_commit();
@@ -143,7 +155,11 @@ struct PrefillMma {
     uint32_t steps[2];    // bytes to the next 16, and to the next 32 tokens
 
     __device__ __forceinline__ explicit ValueLayout(const ValueBoxes& boxes) {
-      if constexpr (kRowForm) {
+      if constexpr (kHas8Bit) {  // V^T, a row of kTokens bytes per dimension
+        static_assert(kTokens == 64 || kTokens == 128);
+        descriptor = matrix_descriptor(0, 16, 8 * kTokens,
+                                       kTokens == 64 ? Swizzle::k64 : Swizzle::k128);
+      } else if constexpr (kRowForm) {
         descriptor = matrix_descriptor(0, kColumnStep, 1024, Swizzle::k128);
         steps[0] = 2048;
         steps[1] = 4096;
@@ -164,10 +180,14 @@ struct PrefillMma {
     wgmma_fence();
     const DescriptorHalves columns(layout.descriptor | value >> 4);
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      const uint32_t offset = (box & 1) * layout.steps[0] + (box >> 1 & 1) * layout.steps[1] +
-                              (box >> 2) * (kRowForm ? 8192 : 4 * kBoxBytes);
-      wgmma<T, kRowForm>(out, probs[box], columns.at(offset), true);
+    for (int step = 0; step < kTokenSteps; ++step) {
+      if constexpr (kHas8Bit) {
+        wgmma<Operand, false>(out, probs[step], columns.at(step * 32), true);
+      } else {
+        const uint32_t offset = (step & 1) * layout.steps[0] + (step >> 1 & 1) * layout.steps[1] +
+                                (step >> 2) * (kRowForm ? 8192 : 4 * kBoxBytes);
+        wgmma<Operand, kRowForm>(out, probs[step], columns.at(offset), true);
+      }
     }
     wgmma_commit();
   }
@@ -189,7 +209,7 @@ struct PrefillMma {
   }
 
   // Scores become P, relative to row_max, which is raised if a score exceeds it by more than
-  // kRescaleThreshold. `factor` rescales the earlier output; sum is rescaled here. Returns whether
+  // kMaxLogP. `factor` rescales the earlier output; sum is rescaled here. Returns whether
   // any lane of the warp has a factor != 1.
   __device__ __forceinline__ bool online_softmax(float score_scale, float (&factor)[2]) {
     float local_max[2][2];
@@ -211,8 +231,8 @@ struct PrefillMma {
     for (int r = 0; r < 2; ++r) {
       float tile_max = fmaxf(local_max[r][0], local_max[r][1]);
       tile_max = quad_max(tile_max) * score_scale;
-      const bool raises = tile_max > row_max[r] + kRescaleThreshold;
-      const float new_max = raises ? tile_max : row_max[r];
+      const bool raises = tile_max > row_max[r] + kMaxLogP;
+      const float new_max = raises ? tile_max - kLogP : row_max[r];
       factor[r] = update_row_max(row_max[r], new_max);
       raised |= raises;
       float sums[2] = {sum[r] * factor[r], 0.0f};
@@ -237,11 +257,19 @@ struct PrefillMma {
   }
   __device__ __forceinline__ void pack_probs() {
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
+    for (int step = 0; step < kTokenSteps; ++step) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float (&from)[4] = scores[2 * box + j / 2];
-        probs[box][j] = pack2<T>(from[j % 2 * 2], from[j % 2 * 2 + 1]);
+        const int row = j % 2 * 2;
+        if constexpr (kHas8Bit) {
+          // Its four tokens are this lane's of two groups of 8: gather_fp8_keys.cu has V in this order.
+          const float (&first)[4] = scores[4 * step + j / 2 * 2];
+          const float (&second)[4] = scores[4 * step + j / 2 * 2 + 1];
+          probs[step][j] = pack4_e4m3(first[row], first[row + 1], second[row], second[row + 1]);
+        } else {
+          const float (&from)[4] = scores[2 * step + j / 2];
+          probs[step][j] = pack2<T>(from[row], from[row + 1]);
+        }
       }
     }
   }

@@ -338,6 +338,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       dequantize(warp - kWarps - 2);
     } else if (warp == kWarps + 2) {
       copy_tiles<Config, false>(p, shape, maps, shared, key, lane);
+    } else if constexpr (kIsFp8<typename Config::Operand>) {
+      copy_transposed_values(maps, shared, value, lane);
     } else {
       copy_tiles<Config, true>(p, shape, maps, shared, value, lane);
     }

@@ -276,6 +276,30 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
   });
 }
 
+// Producer warp of V for e4m3 queries: V^T of a KV tile is one TMA box (fp8.cuh).
+template <typename Config>
+__device__ __forceinline__ void copy_transposed_values(const PrefillMaps& maps,
+                                                       PrefillShared<Config>& shared,
+                                                       uint32_t stages, int lane) {
+  constexpr int kTokens = Config::kTokens;
+  wait_for_primary_kernel();
+  PipelineState<Config::kValueStages> state;
+  for_each_tile(shared, lane, [&](const PrefillTile& work_tile) {
+#pragma unroll 1
+    for (int i = work_tile.tiles - 1; i >= 0; --i, state.advance()) {
+      const uint32_t full = shared_address(&shared.value_full[state.index]);
+      barrier_wait(shared_address(&shared.value_empty[state.index]), state.phase ^ 1);
+      if (lane == 0) {
+        barrier_expect(full, Config::kHeadSize * kTokens);
+        const int token = work_tile.first_key + (work_tile.first_tile + i) * kTokens;
+        tma_copy_box(stages + state.index * Config::kTileBytes, &maps.value, token / 2, 0,
+                     work_tile.kv_head, 0, full);
+      }
+      __syncwarp();
+    }
+  });
+}
+
 // Producer warp of the queries: one TMA box a column, or cp.async where `group` does not divide
 // rows.
 template <typename Config>
@@ -283,8 +307,9 @@ __device__ __forceinline__ void copy_queries(const PagedAttentionParams& p,
                                              const PrefillShape& shape, const CUtensorMap& map,
                                              PrefillShared<Config>& shared, uint32_t stages,
                                              int lane) {
-  using T = typename Config::T;
-  constexpr int kHeadSize = Config::kHeadSize, kChunks = kHeadSize / 8;
+  using Element = typename Config::Operand;
+  constexpr int kChunk = 16 / sizeof(Element);  // elements
+  constexpr int kChunks = Config::kHeadSize / kChunk;
   wait_for_primary_kernel();
   PipelineState<Config::kQueryStages> state;
   for_each_tile(shared, lane, [&](const PrefillTile& work_tile) {
@@ -309,11 +334,11 @@ __device__ __forceinline__ void copy_queries(const PagedAttentionParams& p,
       const int row = i / kChunks, chunk = i % kChunks;
       int head;
       const int token = token_of_row(shape, work_tile, row, head);
-      const bool present = chunk * 8 < shape.head_size;
+      const bool present = chunk * kChunk < shape.head_size;
       copy16_async(query + chunk / 8 * (Config::kRows * 128) + row * 128 + ((chunk ^ row) % 8) * 16,
-                   static_cast<const T*>(p.query) +
+                   static_cast<const Element*>(p.query) +
                        static_cast<int64_t>(work_tile.first_query + token) * p.query_stride +
-                       head * shape.head_size + (present ? chunk * 8 : 0),
+                       head * shape.head_size + (present ? chunk * kChunk : 0),
                    present ? 16 : 0);
     }
     wait_all_copies();

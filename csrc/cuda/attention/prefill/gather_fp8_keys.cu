@@ -1,0 +1,246 @@
+// Copies K and V of an e4m3 cache for the 8-bit wgmma of prefill sm90 (sm90/fp8.cuh).
+//
+// Scratch: K [num_kv_heads, rows, head_size padded to 32], V^T [num_kv_heads, head_size, rows], then
+// the first row of each sequence [num_seqs + 1], the lengths [num_seqs], k_scale times that of the
+// queries and v_scale [2, num_kv_heads]. A sequence has a multiple of 128 rows. Rows without a
+// token, or with one that is not visible, are 0.
+//
+// V^T has the tokens of each 16 in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15. So a lane's
+// accumulators of Q K^T are, once packed, its operands of P V. (PTX ISA, wgmma: fragments of D and
+// of an 8-bit A.)
+//
+// Two launches: key_starts_kernel of gather_keys.cu, and a CTA per 128 rows and KV head. Moves each
+// byte of K and V twice.
+// Early reads: none. Each kernel waits for its primary kernel first.
+#include "cuda/attention/prefill/gather_fp8_keys.h"
+
+#include "cuda/attention/prefill/gather_keys.h"
+#include "cuda/base/fast_divmod.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/cache/paged_tokens.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kGroups = kFp8Rows / 16;
+
+struct Fp8Rows {
+  E4M3Query query;
+  const int32_t* starts;
+  float* scales;
+  char* key;
+  char* value;
+  int32_t rows;         // of a head
+  int32_t key_bytes;    // of a row of K
+  int32_t chunks;       // of 16 bytes in head_size
+  FastDivisor by_chunk;
+};
+
+// Of the CTA's rows.
+struct Fp8Shared {
+  int64_t key[kFp8Rows];    // where K of the row's token begins, or -1
+  int64_t value[kFp8Rows];  // of V
+  int64_t group[kGroups];   // of V of a group's first token, whether it is visible or not
+  uint32_t visible[kGroups];  // bits of a group's visible tokens
+};
+
+// Bytes that are 0xff where the low four bits of `bits` are set.
+__device__ __forceinline__ uint32_t byte_mask(uint32_t bits) {
+  return ((bits & 15) * 0x00204081 & 0x01010101) * 0xff;
+}
+
+// Finds the tokens of the CTA's rows. Returns false if it has none.
+__device__ __forceinline__ bool locate(const PagedAttentionParams& p, const int32_t* starts,
+                                       Fp8Shared& shared) {
+  const int first_row = blockIdx.x * kFp8Rows, kv_head = blockIdx.y;
+  if (first_row >= starts[p.num_seqs]) return false;
+  const int seq = count_up_to(starts, p.num_seqs + 1, first_row) - 1;
+  const RowRange keys = key_range(p, seq);
+  const int first_query = keys.count - query_range(p, seq).count;
+  const int visible_from = p.sliding_window > 0 ? first_query - p.sliding_window + 1 : 0;
+  const int i = threadIdx.x;
+  if (i < kFp8Rows) {
+    const int token = first_row - starts[seq] + i;
+    int block = -1, row = 0;
+    if (token < keys.count && p.key_start_loc != nullptr) {
+      block = 0;
+      row = keys.first + token;
+    } else if (token < keys.count) {
+      block = p.block_tables[seq * p.block_table_stride + token / p.kv.block_size];
+      row = token % p.kv.block_size;
+    }
+    const bool present = block >= 0 && block < p.kv.num_blocks;
+    const bool visible = present && token >= visible_from;
+    const int64_t value = p.kv.value_offset(block, kv_head, row, 0);
+    shared.key[i] = present ? p.kv.key_offset(block, kv_head, row, 0) : -1;
+    shared.value[i] = visible ? value : -1;
+    const uint32_t group = __ballot_sync(0xffffffffu, visible) >> i / 16 % 2 * 16 & 0xffff;
+    if (i % 16 == 0) shared.visible[i / 16] = group;
+    if (group >> i % 16 == 1) shared.group[i / 16] = value - i % 16;  // the last visible one
+  }
+  __syncthreads();
+  return true;
+}
+
+// For i < count of the CTA: body(row, chunk), neighbouring threads at neighbouring memory.
+template <typename Body>
+__device__ __forceinline__ void for_each_chunk(const PagedAttentionParams& p, const Fp8Rows& to,
+                                               const Body& body) {
+  const bool packed = p.kv.layout == KvLayout::kVllm;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kFp8Rows * to.chunks; i += kThreads) {
+    const int quotient = packed ? i / kFp8Rows : static_cast<int>(to.by_chunk.divide(i));
+    const int rest = packed ? i % kFp8Rows : i - quotient * to.chunks;
+    body(packed ? rest : quotient, packed ? quotient : rest);
+  }
+}
+
+__device__ __forceinline__ uint4 load_or_zero(const void* from, int64_t offset, int64_t behind) {
+  if (offset < 0) return {};
+  return *reinterpret_cast<const uint4*>(static_cast<const char*>(from) + offset + behind);
+}
+
+// Four words of 16 tokens in the order of V^T.
+__device__ __forceinline__ uint4 in_order(const uint4& tokens) {
+  return {__byte_perm(tokens.x, tokens.z, 0x5410), __byte_perm(tokens.x, tokens.z, 0x7632),
+          __byte_perm(tokens.y, tokens.w, 0x5410), __byte_perm(tokens.y, tokens.w, 0x7632)};
+}
+
+// Layout vllm: a page has V^T already.
+__device__ __forceinline__ void copy_packed_values(const PagedAttentionParams& p,
+                                                   const Fp8Shared& shared, char* to, int rows) {
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kGroups * p.kv.head_size; i += kThreads) {
+    const int group = i % kGroups, dim = i / kGroups;
+    const uint32_t visible = shared.visible[group];
+    uint4 tokens = load_or_zero(p.kv.value, visible != 0 ? shared.group[group] : -1,
+                                dim * p.kv.value_dim_stride);
+    tokens = {tokens.x & byte_mask(visible), tokens.y & byte_mask(visible >> 4),
+              tokens.z & byte_mask(visible >> 8), tokens.w & byte_mask(visible >> 12)};
+    *reinterpret_cast<uint4*>(to + int64_t{dim} * rows + group * 16) = in_order(tokens);
+  }
+}
+
+// Layouts NHD and HND: transposes in shared memory, a thread 16 tokens of 4 dimensions. Chunk c of
+// row r is at c ^ (r / 16), so that the groups of a warp are in different banks.
+__device__ __forceinline__ void transpose_values(const PagedAttentionParams& p, const Fp8Rows& from,
+                                                 const Fp8Shared& shared, uint4* tile, char* to) {
+  const int pitch = (from.chunks + 7) / 8 * 8;
+  for_each_chunk(p, from, [&](int row, int chunk) {
+    tile[row * pitch + (chunk ^ row / 16)] =
+        load_or_zero(p.kv.value, shared.value[row], int64_t{chunk} * 16);
+  });
+  __syncthreads();
+  const auto* words = reinterpret_cast<const uint32_t*>(tile);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kGroups * 4 * from.chunks; i += kThreads) {
+    const int group = i % kGroups, quad = i / kGroups;
+    const int column = (quad / 4 ^ group) * 4 + quad % 4;
+    const auto token = [&](int t) { return words[(group * 16 + t) * pitch * 4 + column]; };
+    uint32_t dims[4][4];  // [dimension][word of V^T]
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t a = token(2 * j), b = token(2 * j + 1), c = token(2 * j + 8),
+                     d = token(2 * j + 9);
+      const uint32_t ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+      const uint32_t ab2 = __byte_perm(a, b, 0x7362), cd2 = __byte_perm(c, d, 0x7362);
+      dims[0][j] = __byte_perm(ab, cd, 0x5410);
+      dims[1][j] = __byte_perm(ab, cd, 0x7632);
+      dims[2][j] = __byte_perm(ab2, cd2, 0x5410);
+      dims[3][j] = __byte_perm(ab2, cd2, 0x7632);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      *reinterpret_cast<uint4*>(to + (int64_t{quad} * 4 + j) * from.rows + group * 16) =
+          uint4{dims[j][0], dims[j][1], dims[j][2], dims[j][3]};
+    }
+  }
+}
+
+__device__ __forceinline__ float scale_of(const float* scales, int at) {
+  return scales == nullptr ? 1.0f : scales[at];
+}
+
+__global__ void __launch_bounds__(kThreads)
+    gather_fp8_kernel(const __grid_constant__ PagedAttentionParams p,
+                      const __grid_constant__ Fp8Rows to) {
+  extern __shared__ uint4 tile[];  // rows of V
+  __shared__ Fp8Shared shared;
+  launch_dependents();
+  wait_for_primary_kernel();
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    const int head = blockIdx.y, stride = p.kv.scale_stride;
+    to.scales[head] = to.query.of(head) * scale_of(p.kv.k_scale, head * stride);
+    to.scales[p.kv.num_kv_heads + head] = scale_of(p.kv.v_scale, head * stride);
+  }
+  if (!locate(p, to.starts, shared)) return;
+  const int64_t first_row = int64_t{blockIdx.x} * kFp8Rows, kv_head = blockIdx.y;
+  char* key = to.key + (kv_head * to.rows + first_row) * to.key_bytes;
+  const int64_t chunk_stride = p.kv.layout == KvLayout::kVllm ? p.kv.key_chunk_stride : 16;
+  for_each_chunk(p, to, [&](int row, int chunk) {
+    *reinterpret_cast<uint4*>(key + int64_t{row} * to.key_bytes + chunk * 16) =
+        load_or_zero(p.kv.key, shared.key[row], chunk * chunk_stride);
+  });
+  char* value = to.value + kv_head * p.kv.head_size * to.rows + first_row;
+  if (p.kv.layout == KvLayout::kVllm) {
+    copy_packed_values(p, shared, value, to.rows);
+  } else {
+    transpose_values(p, to, shared, tile, value);
+  }
+}
+
+}  // namespace
+
+PagedAttentionParams gather_fp8_keys(const PagedAttentionParams& p, const E4M3Query& query,
+                                     const AttentionChoice& choice, void* scratch, void* stream) {
+  const PagedKv& kv = p.kv;
+  const auto rows = static_cast<int32_t>(choice.fp8_rows);
+  const int64_t key_bytes = fp8_key_bytes(p), head_rows = int64_t{kv.num_kv_heads} * rows;
+  char* key = static_cast<char*>(scratch);
+  char* value = key + head_rows * key_bytes;
+  auto* starts = reinterpret_cast<int32_t*>(value + head_rows * kv.head_size);
+  int32_t* lens = starts + p.num_seqs + 1;
+  auto* scales = reinterpret_cast<float*>(lens + p.num_seqs);
+  find_key_starts(p, choice.min_query_len, rows, kFp8Rows, starts, lens, stream);
+
+  const int chunks = kv.head_size / 16;
+  const Fp8Rows to = {.query = query,
+                      .starts = starts,
+                      .scales = scales,
+                      .key = key,
+                      .value = value,
+                      .rows = rows,
+                      .key_bytes = static_cast<int32_t>(key_bytes),
+                      .chunks = chunks,
+                      .by_chunk = FastDivisor(chunks)};
+  const int shared_bytes = kFp8Rows * ((chunks + 7) / 8 * 8) * 16;
+  launch_kernel("paged_attention", gather_fp8_kernel,
+                dim3(rows / kFp8Rows, static_cast<unsigned>(kv.num_kv_heads)), dim3(kThreads),
+                shared_bytes, stream, p, to);
+
+  PagedAttentionParams gathered = p;
+  gathered.key_start_loc = starts;
+  gathered.seq_lens = lens;
+  gathered.has_cumulative_lens = false;
+  gathered.max_blocks_per_seq = 1;
+  gathered.kv = {.key = key,
+                 .value = value,
+                 .num_blocks = 1,
+                 .num_kv_heads = kv.num_kv_heads,
+                 .head_size = kv.head_size,
+                 .block_size = rows,
+                 .dtype = kv.dtype,
+                 .layout = KvLayout::kNHD,
+                 .key_head_stride = rows * key_bytes,
+                 .key_token_stride = key_bytes,
+                 .value_head_stride = int64_t{kv.head_size} * rows,
+                 .value_token_stride = 1,
+                 .value_dim_stride = rows,
+                 .k_scale = scales,
+                 .v_scale = scales + kv.num_kv_heads,
+                 .scale_stride = 1};
+  return gathered;
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,15 @@
+// The sm90 prefill kernels of e4m3 queries, for wgmma (fp8.cuh).
+#include "cuda/attention/prefill/sm90/fp8.cuh"
+
+namespace vllm_kernels::cuda {
+
+void launch_prefill_fp8(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
+  dispatch_16_bit(p.dtype, [&](auto result) {
+    using T = decltype(result);
+    if (p.kv.head_size <= 64) return launch_prefill_fp8<T, 64>(p, launch, stream);
+    if (p.kv.head_size <= 128) return launch_prefill_fp8<T, 128>(p, launch, stream);
+    launch_prefill_fp8<T, 256>(p, launch, stream);
+  });
+}
+
+}  // namespace vllm_kernels::cuda
