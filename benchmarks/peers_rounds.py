@@ -12,6 +12,7 @@ shapes.py and SHAPES below.
 from __future__ import annotations
 
 import argparse
+import copy
 import fnmatch
 import json
 import math
@@ -39,6 +40,7 @@ SHAPES = {
 }
 
 
+OURS = ("vllm", "NHD", "HND", "varlen")
 # Rivals that read the row's pages.
 PAGED = {*kit.PAGED16, "fa3_paged", "fa3_paged_s1"}
 
@@ -73,6 +75,24 @@ def capture(call, work, rows, want) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def of_8_bit_queries(prepare):
+    """The same call of ours with e4m3 queries, as FlashAttention-3 takes them over an fp8 cache."""
+
+    def prepared(work):
+        if work.kv == "auto":
+            raise kit.Skip
+        mine = copy.copy(work)
+        call = prepare(mine)  # makes `out` in 16 bits
+        mine.q = work.q.to(torch.float8_e4m3fn)  # exact: the kit's queries are rounded to e4m3
+        return call
+
+    return prepared
+
+
+def with_8_bit_queries(candidates):
+    return candidates | {f"ours_q8_{name}": of_8_bit_queries(candidates[name]) for name in OURS}
+
+
 def of_prefill(patterns: str, dtype: torch.dtype):
     """Yields (row, work, checked rows of out, their reference, candidates) of prefill.py."""
     sys.modules["__main__"].Skip = kit.Skip
@@ -80,7 +100,7 @@ def of_prefill(patterns: str, dtype: torch.dtype):
     for row, spec in kit.WL.items():
         if matches(row, patterns):
             work = kit.P(row, **{"dtype": dtype, **spec})
-            yield row, work, *work.ref(), candidates
+            yield row, work, *work.ref(), with_8_bit_queries(candidates)
 
 
 def of_shapes(patterns: str, dtype: torch.dtype):
@@ -100,7 +120,7 @@ def of_shapes(patterns: str, dtype: torch.dtype):
             kit.BS = page
             work = kit.P(row, **{"dtype": dtype, **spec})
             work.page, work.window, work.note = page, window, ""
-            yield row, work, *shapes.rows_ref(work), shapes.PREFILL
+            yield row, work, *shapes.rows_ref(work), with_8_bit_queries(shapes.PREFILL)
 
 
 def main() -> None:
@@ -114,13 +134,12 @@ def main() -> None:
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     torch.set_grad_enabled(False)
-    ours = ("vllm", "NHD", "HND", "varlen")
     result, ratios = {}, {}
     of_set = of_shapes if args.set == "shapes" else of_prefill
     for workload, work, rows, want, candidates in of_set(args.wl, dtype):
         calls, graphs = {}, {}
         for name, prepare in candidates.items():
-            is_ours = name in ours or name.startswith("ours_")
+            is_ours = name in OURS or name.startswith("ours_")
             if not is_ours and not matches(name, args.peers):
                 continue
             try:
@@ -139,7 +158,7 @@ def main() -> None:
         texts = []
         for name, us in medians.items():
             text = f"{name} {us:.1f} us {work.flops / us / 1e6:.0f} TFLOP/s"
-            if (name in ours or name.startswith("ours_")) and paged:
+            if (name in OURS or name.startswith("ours_")) and paged:
                 ratios.setdefault(name, []).append(min(paged) / us)
                 text += f" ({ratios[name][-1]:.2f})"
             texts.append(text)

@@ -97,6 +97,34 @@ def prompts() -> None:
                     torch.cuda.synchronize()
 
 
+def eight_bit_queries() -> None:
+    """e4m3 queries: multiplied in 8 bits, with a decode beside, and upcast."""
+    heads, page = 8, 16  # 1024 query rows a KV head or more are multiplied in 8 bits
+    lens = torch.tensor([300, 47, 0, 333], dtype=torch.int32, device=CUDA)
+    starts = torch.tensor([0, 290, 291, 300, 434], dtype=torch.int32, device=CUDA)
+    for dtype in DTYPES:
+        if dtype == torch.float32:
+            continue
+        for head_size in (64, 80, 128, 256):
+            tables = torch.randperm(4 * 21, device=CUDA).view(4, 21).int()
+            rows = torch.randn(4 * 21, page, heads, head_size, device=CUDA).to(torch.float8_e4m3fn)
+            query = torch.randn(434, 8 * heads, head_size, device=CUDA).to(torch.float8_e4m3fn)
+            out = torch.empty(query.shape, device=CUDA, dtype=dtype)
+            scale = torch.rand(heads, device=CUDA) + 0.5
+            pages = {"NHD": (rows, rows), "vllm": in_vllm_layout(rows)}
+            for layout, (key, value) in pages.items():
+                for options in ({}, {"sliding_window": 70}, {"softcap": 2.0}, {"causal": False}):
+                    vllm_kernels.paged_attention(
+                        query, key, value, tables, lens, layout=layout, query_start_loc=starts,
+                        max_query_len=290, q_scale=scale, k_scale=scale, out=out, **options,
+                    )  # fmt: skip
+                    torch.cuda.synchronize()
+            keys = torch.randn(434, heads, head_size, device=CUDA).to(torch.float8_e4m3fn)
+            vllm_kernels.varlen_attention(
+                query, keys, keys, starts, starts, max_query_len=290, q_scale=scale, out=out
+            )
+
+
 def tree_masks() -> None:
     """Trees of new tokens: decode with one and several warps a pipeline, wgmma, and SIMT."""
     lens = torch.tensor([300, 9, 70], dtype=torch.int32, device=CUDA)

@@ -265,6 +265,34 @@ TEST(ChooseKernel, LaunchShapesFitTheDevice) {
   }
 }
 
+// Calls with e4m3 queries: which are multiplied in 8 bits, and which get queries of 16 bits.
+TEST(ChooseKernel, E4M3Queries) {
+  Draw draw(5);
+  int multiplied = 0;
+  for (int i = 0; i < 20000; ++i) {
+    Call call = draw_call(draw);
+    PagedAttentionParams& p = call.params;
+    if (p.dtype == DType::kFloat32 || p.sparse.on()) continue;
+    p.kv.dtype = DType::kFp8E4M3;
+    set_strides(p.kv);
+    const AttentionChoice choice = choose_e4m3_kernel(p, kDevices[0].model);
+    const bool in_8_bits = choice.fp8_rows > 0;
+    multiplied += in_8_bits;
+    EXPECT_EQ(choice.upcasts_query, !in_8_bits || choice.has_concurrent_decode) << call.name;
+    const AttentionScratch scratch = attention_scratch(p, choice);
+    EXPECT_GE(scratch.total, scratch.query_offset * choice.upcasts_query);
+    if (!in_8_bits) continue;
+    EXPECT_EQ(choice.main.kernel, AttentionKernel::kPrefillSm90) << call.name;
+    EXPECT_EQ(choice.gathered_rows, 0) << call.name;
+    EXPECT_FALSE(p.modifies_scores() || p.fixed_split_size > 0) << call.name;
+    EXPECT_EQ(choice.fp8_rows % kFp8Rows, 0) << call.name;
+    EXPECT_GE(choice.fp8_rows, p.key_start_loc != nullptr ? p.max_seq_len + p.num_seqs * kFp8Rows
+                                                          : p.num_seqs * p.max_seq_len);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(p.query) % 16 + p.query_stride % 16, 0) << call.name;
+  }
+  EXPECT_GT(multiplied, 100);
+}
+
 // No kernel runs that would take the scales for one.
 TEST(ChooseKernel, ScalesOfTokensAreRead) {
   for (const NamedDevice& device : kDevices) {
