@@ -177,7 +177,7 @@ void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles,
 }
 
 // e4m3 queries: sets whether prefill sm90 multiplies in 8 bits. `choice` is that of the same call
-// with 16-bit queries. Few rows do not pay for the copy of K and V.
+// with 16-bit queries. Few rows do not pay for the copy of K and V. The room depends on the batch.
 void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
   const PagedKv& kv = p.kv;
   const bool packs_pages = kv.layout != KvLayout::kVllm ||
@@ -188,8 +188,9 @@ void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
                            ? padded(p.max_seq_len + int64_t{p.num_seqs} * kFp8Rows)
                            : p.num_seqs * padded(std::max(p.max_seq_len, int64_t{1}));
   const bool fits = choice.main.kernel == AttentionKernel::kPrefillSm90 &&
-                    kv.dtype == DType::kFp8E4M3 && !p.modifies_scores() && cache_is_aligned(p) &&
-                    packs_pages && is_aligned(p.query, 16) && p.query_stride % 16 == 0 &&
+                    p.fixed_split_size == 0 && kv.dtype == DType::kFp8E4M3 &&
+                    !p.modifies_scores() && cache_is_aligned(p) && packs_pages &&
+                    is_aligned(p.query, 16) && p.query_stride % 16 == 0 &&
                     int64_t{p.max_query_len} * group_of(p) >= kGatherRows &&
                     fp8_gather_bytes(p, rows) <= kMaxGatherBytes;
   if (fits) {

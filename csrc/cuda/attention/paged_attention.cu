@@ -112,8 +112,8 @@ int64_t attention_scratch_bytes(const PagedAttentionParams& given, const E4M3Que
   return attention_scratch(p, choose(p, query)).total;
 }
 
-void launch_paged_attention(const PagedAttentionParams& given, const E4M3Query& query,
-                            void* memory, void* scratch, Stream stream) {
+void launch_paged_attention(const PagedAttentionParams& given, const E4M3Query& query, void* memory,
+                            void* scratch, Stream stream) {
   const PagedAttentionParams p = with_rows(given);
   const AttentionChoice choice = choose(p, query);
   check_fixed_split(p, choice.main);
@@ -125,7 +125,8 @@ void launch_paged_attention(const PagedAttentionParams& given, const E4M3Query& 
   const PrefillLaunch launch = {.min_query_len = choice.min_query_len,
                                 .has_concurrent_launch = choice.has_concurrent_decode,
                                 .next = prefill_next(workspace)};
-  const PagedAttentionParams wide = choice.upcasts_query ? upcast(p, query, choice, scratch, stream) : p;
+  const PagedAttentionParams wide =
+      choice.upcasts_query ? upcast(p, query, choice, scratch, stream) : p;
   if (choice.fp8_rows > 0) {
     launch_prefill_fp8(gather_fp8_keys(p, query, choice, scratch, stream), launch, stream);
   } else {

@@ -105,19 +105,19 @@ __device__ __forceinline__ void wgmma_wait() {
   "%126, %127"
 
 // The asm operands after c: A, B, whether to accumulate, and B's major-ness, which e4m3 has not.
-#define VLLM_KERNELS_ASM(n, shape, dtype, a, b, keep, order, ...)                        \
-  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" keep                           \
-               ", 0;\nwgmma.mma_async.sync.aligned.m64n" shape ".f32." dtype "." dtype   \
-               " {" VLLM_KERNELS_D##n "}, " a ", %" b ", keep, 1, 1" order ";\n}"        \
-               : VLLM_KERNELS_C##n                                                       \
+#define VLLM_KERNELS_ASM(n, shape, dtype, a, b, keep, order, ...)                      \
+  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" keep                         \
+               ", 0;\nwgmma.mma_async.sync.aligned.m64n" shape ".f32." dtype "." dtype \
+               " {" VLLM_KERNELS_D##n "}, " a ", %" b ", keep, 1, 1" order ";\n}"      \
+               : VLLM_KERNELS_C##n                                                     \
                : __VA_ARGS__, "l"(b_matrix), "r"(keeps), "n"(kColumnsContiguous))
-#define VLLM_KERNELS_WGMMA(n, columns, a, b, keep, order, ...)                           \
-  if constexpr (std::is_same_v<T, Fp8E4M3>) {                                            \
-    VLLM_KERNELS_ASM(n, columns "k32", "e4m3", a, b, keep, "", __VA_ARGS__);             \
-  } else if constexpr (std::is_same_v<T, __half>) {                                      \
-    VLLM_KERNELS_ASM(n, columns "k16", "f16", a, b, keep, ", " order, __VA_ARGS__);      \
-  } else {                                                                               \
-    VLLM_KERNELS_ASM(n, columns "k16", "bf16", a, b, keep, ", " order, __VA_ARGS__);     \
+#define VLLM_KERNELS_WGMMA(n, columns, a, b, keep, order, ...)                       \
+  if constexpr (std::is_same_v<T, Fp8E4M3>) {                                        \
+    VLLM_KERNELS_ASM(n, columns "k32", "e4m3", a, b, keep, "", __VA_ARGS__);         \
+  } else if constexpr (std::is_same_v<T, __half>) {                                  \
+    VLLM_KERNELS_ASM(n, columns "k16", "f16", a, b, keep, ", " order, __VA_ARGS__);  \
+  } else {                                                                           \
+    VLLM_KERNELS_ASM(n, columns "k16", "bf16", a, b, keep, ", " order, __VA_ARGS__); \
   }
 #define VLLM_KERNELS_SHARED(n, columns, a, b, keep, order) \
   VLLM_KERNELS_WGMMA(n, columns, "%" a, b, keep, "0, %" order, "l"(a_matrix))

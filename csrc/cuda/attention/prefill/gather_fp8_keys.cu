@@ -1,8 +1,8 @@
 // Copies K and V of an e4m3 cache for the 8-bit wgmma of prefill sm90 (sm90/fp8.cuh).
 //
-// Scratch: K [num_kv_heads, rows, head_size padded to 32], V^T [num_kv_heads, head_size, rows], then
-// the first row of each sequence [num_seqs + 1], the lengths [num_seqs], k_scale times that of the
-// queries and v_scale [2, num_kv_heads]. A sequence has a multiple of 128 rows. Rows without a
+// Scratch: K [num_kv_heads, rows, head_size padded to 32], V^T [num_kv_heads, head_size, rows],
+// then the first row of each sequence [num_seqs + 1], the lengths [num_seqs], k_scale times that of
+// the queries and v_scale [2, num_kv_heads]. A sequence has a multiple of 128 rows. Rows without a
 // token, or with one that is not visible, are 0.
 //
 // V^T has the tokens of each 16 in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15. So a lane's
@@ -31,17 +31,17 @@ struct Fp8Rows {
   float* scales;
   char* key;
   char* value;
-  int32_t rows;         // of a head
-  int32_t key_bytes;    // of a row of K
-  int32_t chunks;       // of 16 bytes in head_size
+  int32_t rows;       // of a head
+  int32_t key_bytes;  // of a row of K
+  int32_t chunks;     // of 16 bytes in head_size
   FastDivisor by_chunk;
 };
 
 // Of the CTA's rows.
 struct Fp8Shared {
-  int64_t key[kFp8Rows];    // where K of the row's token begins, or -1
-  int64_t value[kFp8Rows];  // of V
-  int64_t group[kGroups];   // of V of a group's first token, whether it is visible or not
+  int64_t key[kFp8Rows];      // where K of the row's token begins, or -1
+  int64_t value[kFp8Rows];    // of V
+  int64_t group[kGroups];     // of V of a group's first token, whether it is visible or not
   uint32_t visible[kGroups];  // bits of a group's visible tokens
 };
 

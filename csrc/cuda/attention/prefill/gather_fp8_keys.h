@@ -1,5 +1,5 @@
-// Copies K and V of an e4m3 cache to scratch memory, V transposed, before prefill sm90 multiplies in
-// 8 bits.
+// Copies K and V of an e4m3 cache to scratch memory, V transposed, before prefill sm90 multiplies
+// in 8 bits.
 #pragma once
 #include "cuda/attention/common/kernel_choice.h"
 #include "ops/upcast_query.h"

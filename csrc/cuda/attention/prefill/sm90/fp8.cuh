@@ -1,5 +1,6 @@
 // Prefill sm90 of e4m3 queries: both products by wgmma of e4m3, at twice the rate of 16 bits.
-//   K, V     gather_fp8_keys.cu has copied them to scratch memory: K [num_kv_heads, rows, head_size], V^T
+//   K, V     gather_fp8_keys.cu has copied them to scratch memory: K [num_kv_heads, rows,
+//   head_size], V^T
 //            [num_kv_heads, head_size, rows]. 8-bit operands of wgmma are contiguous along k, so V
 //            must be transposed
 //   P        up to 2^8.75, rounded to e4m3. Sums of P are of its float32 values
@@ -47,12 +48,10 @@ PrefillMaps prefill_fp8_maps(const PagedAttentionParams& p, const PrefillShape& 
   PrefillMaps maps;
   // A dimension counts 16 bits.
   if (shape.query_by_tma) {
-    maps.query =
-        encode_tensor_map<4>(const_cast<void*>(p.query),
-                             {kv.head_size / 2, p.num_heads, p.num_tokens, 1},
-                             {kv.head_size, p.query_stride, p.query_stride},
-                             {64, shape.group, Config::kRows / shape.group, 1},
-                             CU_TENSOR_MAP_SWIZZLE_128B);
+    maps.query = encode_tensor_map<4>(
+        const_cast<void*>(p.query), {kv.head_size / 2, p.num_heads, p.num_tokens, 1},
+        {kv.head_size, p.query_stride, p.query_stride},
+        {64, shape.group, Config::kRows / shape.group, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
   }
   maps.key = swizzled_row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride,
                               kv.key_head_stride, Config::kTokens);

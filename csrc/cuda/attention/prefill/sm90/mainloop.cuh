@@ -20,8 +20,8 @@
 //
 // kSwizzledRows (NHD, HND): [D / 64][tokens][128 bytes], with the 128-byte swizzle.
 //
-// e4m3 queries (fp8.cuh): all operands have 8 bits. K is as in kSwizzledRows, with 128 dimensions in
-// 128 bytes. V^T is [D][tokens], with the swizzle of its row. A register of P has four tokens.
+// e4m3 queries (fp8.cuh): all operands have 8 bits. K is as in kSwizzledRows, with 128 dimensions
+// in 128 bytes. V^T is [D][tokens], with the swizzle of its row. A register of P has four tokens.
 #pragma once
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_smem_layout.cuh"
@@ -157,8 +157,8 @@ struct PrefillMma {
     __device__ __forceinline__ explicit ValueLayout(const ValueBoxes& boxes) {
       if constexpr (kHas8Bit) {  // V^T, a row of kTokens bytes per dimension
         static_assert(kTokens == 64 || kTokens == 128);
-        descriptor = matrix_descriptor(0, 16, 8 * kTokens,
-                                       kTokens == 64 ? Swizzle::k64 : Swizzle::k128);
+        descriptor =
+            matrix_descriptor(0, 16, 8 * kTokens, kTokens == 64 ? Swizzle::k64 : Swizzle::k128);
       } else if constexpr (kRowForm) {
         descriptor = matrix_descriptor(0, kColumnStep, 1024, Swizzle::k128);
         steps[0] = 2048;
@@ -262,7 +262,8 @@ struct PrefillMma {
       for (int j = 0; j < 4; ++j) {
         const int row = j % 2 * 2;
         if constexpr (kHas8Bit) {
-          // Its four tokens are this lane's of two groups of 8: gather_fp8_keys.cu has V in this order.
+          // Its four tokens are this lane's of two groups of 8: gather_fp8_keys.cu has V in this
+          // order.
           const float (&first)[4] = scores[4 * step + j / 2 * 2];
           const float (&second)[4] = scores[4 * step + j / 2 * 2 + 1];
           probs[step][j] = pack4_e4m3(first[row], first[row + 1], second[row], second[row + 1]);
