@@ -71,7 +71,6 @@ void launch(const ValueMeanUpdateParams& params, Stream stream);
 int64_t attention_scratch_bytes(const PagedAttentionParams& params, const E4M3Query& query);
 void launch_paged_attention(const PagedAttentionParams& params, const E4M3Query& query,
                             void* workspace, void* scratch, Stream stream);
-void launch(const UpcastQueryParams& params, Stream stream);
 void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
 void launch(const KvcacheIndicesParams& params, Stream stream);
 // Only where may_append(). Otherwise: the indices, then the writer of reshape_and_cache.

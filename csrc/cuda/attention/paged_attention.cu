@@ -10,6 +10,7 @@
 #include "cuda/attention/prefill/gather_keys.h"
 #include "cuda/attention/prefill/prefill.h"
 #include "cuda/attention/simt/simt_kernel.cuh"
+#include "cuda/attention/upcast_query.h"
 #include "cuda/launchers.h"
 #include "ops/report.h"
 
@@ -74,20 +75,12 @@ void launch_main(const PagedAttentionParams& p, const AttentionChoice& choice,
   }
 }
 
-// Converts the queries to 16 bits, in scratch memory.
+// Converts the queries to 16 bits, in scratch memory. Beside 8-bit products only the concurrent
+// launch reads them.
 PagedAttentionParams upcast(const PagedAttentionParams& p, const E4M3Query& query,
                             const AttentionChoice& choice, void* scratch, Stream stream) {
   void* out = static_cast<char*>(scratch) + attention_scratch(p, choice).query_offset;
-  cuda::launch(UpcastQueryParams{.out = out,
-                                 .query = p.query,
-                                 .query_stride = p.query_stride,
-                                 .scales = query,
-                                 .num_tokens = p.num_tokens,
-                                 .num_heads = p.num_heads,
-                                 .num_kv_heads = p.kv.num_kv_heads,
-                                 .head_size = p.head_size(),
-                                 .dtype = p.dtype},
-               stream);
+  upcast_query(choice.fp8_rows > 0 ? concurrent_params(p, choice) : p, query, out, stream);
   return with_upcast_query(p, out);
 }
 
