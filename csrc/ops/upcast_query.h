@@ -8,10 +8,10 @@
 namespace vllm_kernels {
 
 struct UpcastQueryParams {
-  void* out;              // [num_tokens, num_heads, head_size], contiguous
-  const void* query;      // [num_tokens, num_heads, head_size] e4m3, contiguous heads
-  int64_t query_stride;   // elements between tokens of query
-  const float* q_scale;   // null: 1
+  void* out;               // [num_tokens, num_heads, head_size], contiguous
+  const void* query;       // [num_tokens, num_heads, head_size] e4m3, contiguous heads
+  int64_t query_stride;    // elements between tokens of query
+  const float* q_scale;    // null: 1
   int32_t q_scale_stride;  // 0: one float; 1: [num_kv_heads]
   int32_t num_tokens;
   int32_t num_heads;

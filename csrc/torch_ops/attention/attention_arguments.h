@@ -29,9 +29,16 @@ struct Queries {
   Size num_heads{"num_heads"};
   Size num_seqs{"num_seqs"};
 };
-// `written` gets out and lse.
+// `written` gets out and lse. The `out` of an e4m3 query has 16 bits.
+enum class E4M3Query : uint8_t { kRefused, kTaken };
 Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
-                     const Tensor& query, Size& head_size, Arguments& written);
+                     const Tensor& query, Size& head_size, Arguments& written,
+                     E4M3Query e4m3 = E4M3Query::kRefused);
+
+// Sets q_scale, of an e4m3 query alone. Called after `params` has its kv. `read` gets it where it
+// is given.
+void read_query_scale(Expect& expect, PagedAttentionParams& params, const Queries& queries,
+                      const std::optional<Tensor>& q_scale, Arguments& read);
 
 // Sets query_start_loc and max_query_len. Null: one query token a sequence. `read` gets it where it
 // is given.

@@ -92,11 +92,12 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                      const std::optional<Tensor>& k_token_zeros,
                      const std::optional<Tensor>& v_token_zeros,
                      const std::optional<Tensor>& total_seq_lens, int64_t shards, int64_t shard,
-                     int64_t interleave) {
+                     int64_t interleave, const std::optional<Tensor>& q_scale) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Arguments read, written;
-  Queries queries = read_queries(expect, out, lse, query, sizes.head_size, written);
+  Queries queries =
+      read_queries(expect, out, lse, query, sizes.head_size, written, E4M3Query::kTaken);
   const KvLayout kv_layout = cache_layout(expect, layout);
   Argument k = expect.tensor("key_cache", key_cache);
   Argument v = expect.tensor("value_cache", value_cache);
@@ -111,6 +112,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   PagedAttentionParams params =
       read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
   params.kv = kv;
+  read_query_scale(expect, params, queries, q_scale, read);
   params.token_scales = token_scales(expect, kv, sizes, of_tokens, read);
   params.kv_ready = kv_ready && !kv_indptr;  // page_list.cu writes the tables just before
   read_window_and_split(expect, params, sliding_window, fixed_split_size);
@@ -159,12 +161,12 @@ torch::stable::Tensor paged_attention_result(const Tensor& query, const Tensor& 
                                              const Tensor& seq_lens, std::optional<double> scale,
                                              const Text& layout, int64_t sliding_window,
                                              double softcap) {
-  const Argument x = Expect("paged_attention").tensor("query", query).rank(3, 3);
+  const Argument x = Expect("paged_attention").tensor("query", query).floating().rank(3, 3);
   Tensor out = empty(x.sizes(), x.scalar_type(), query);
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   paged_attention(out, {}, query, key_cache, value_cache, block_tables, seq_lens, {}, factor, {},
                   sliding_window, softcap, {}, {}, {}, layout, 1, {}, 0, false, 0, {}, -1, {}, {},
-                  {}, false, {}, {}, {}, 1, 0, 1);
+                  {}, false, {}, {}, {}, 1, 0, 1, {});
   return torch::stable::Tensor(out.release());
 }
 
@@ -214,14 +216,37 @@ void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
   if (!report_cpu_kernel("paged_attention", "decode")) run_decode(params, query);
 }
 
+// Gives `params` its e4m3 query in 16 bits, which it returns.
+std::unique_ptr<uint16_t[]> upcast_query(PagedAttentionParams& params, const Tensor& query) {
+  const int64_t size = int64_t{params.num_tokens} * params.num_heads * params.head_size();
+  auto upcast = std::make_unique_for_overwrite<uint16_t[]>(size);
+  launch(UpcastQueryParams{.out = upcast.get(),
+                           .query = params.query,
+                           .query_stride = params.query_stride,
+                           .q_scale = params.q_scale,
+                           .q_scale_stride = params.q_scale_stride,
+                           .num_tokens = params.num_tokens,
+                           .num_heads = params.num_heads,
+                           .num_kv_heads = params.kv.num_kv_heads,
+                           .head_size = params.head_size(),
+                           .dtype = params.dtype},
+         query);
+  params.query = upcast.get();
+  params.query_stride = int64_t{params.num_heads} * params.head_size();
+  params.query_is_e4m3 = false;
+  return upcast;
+}
+
 void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query, void*) {
   if (given.query == nullptr) return;  // a meta tensor
-  const PagedAttentionParams params = cpu::tighten_bounds(given);
+  PagedAttentionParams params = cpu::tighten_bounds(given);
   const bool decodes = cpu::fits_decode_kernel(params);
   if (report_cpu_kernel("paged_attention",
                         decodes ? "decode" : "general (several query tokens, windows, any mask)"))
     return;
   cpu::clear_unowned_rows(params);
+  std::unique_ptr<uint16_t[]> upcast;
+  if (params.query_is_e4m3) upcast = upcast_query(params, query);
   if (decodes) return run_decode(params, query);
   launch_plan<cpu::PagedAttentionCombine>(
       cpu::plan_paged_attention(params, torch::stable::get_num_threads()), query);
@@ -229,20 +254,33 @@ void launch_paged_attention(const PagedAttentionParams& given, const Tensor& que
 #endif
 
 Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
-                     const Tensor& query, Size& head_size, Arguments& written) {
+                     const Tensor& query, Size& head_size, Arguments& written, E4M3Query e4m3) {
   Queries queries;
   Size &num_tokens = queries.num_tokens, &num_heads = queries.num_heads;
-  queries.query =
-      expect.tensor("query", query).floating().shape({&num_tokens, &num_heads, &head_size});
-  require_contiguous_heads(queries.query, num_tokens);
-  queries.out = expect.tensor("out", out).same_dtype(queries.query).same_shape(queries.query);
-  require_contiguous_heads(queries.out, num_tokens);
+  Argument& q = queries.query = expect.tensor("query", query);
+  if (e4m3 == E4M3Query::kRefused || !q.is_e4m3()) q.floating();
+  require_contiguous_heads(q.shape({&num_tokens, &num_heads, &head_size}), num_tokens);
+  Argument& o = queries.out = expect.tensor("out", out);
+  q.is_e4m3() ? o.one_of({DType::kFloat16, DType::kBFloat16}) : o.same_dtype(q);
+  require_contiguous_heads(o.same_shape(q), num_tokens);
   written.add(queries.out.written());
   if (lse) {
     queries.lse = expect.tensor("lse", *lse).float32().shape({&num_tokens, &num_heads});
     written.add(queries.lse->contiguous().written());
   }
   return queries;
+}
+
+void read_query_scale(Expect& expect, PagedAttentionParams& params, const Queries& queries,
+                      const std::optional<Tensor>& q_scale, Arguments& read) {
+  if (!q_scale) return;
+  const Argument scale = expect.tensor("q_scale", *q_scale).float32().contiguous();
+  if (!queries.query.is_e4m3()) {
+    scale.fail(std::string("expected None: only float8_e4m3fn queries have a scale, this one is ") +
+               name_of(queries.query.dtype()));
+  }
+  params.q_scale = read_head_scale(expect, params.kv, scale, read);
+  params.q_scale_stride = scale.numel() > 1 ? 1 : 0;
 }
 
 void read_query_start_loc(Expect& expect, PagedAttentionParams& params, Queries& queries,
@@ -273,7 +311,8 @@ void set_queries(PagedAttentionParams& params, const Queries& queries) {
   params.query_stride = queries.query.stride(0);
   params.num_seqs = int32_size(queries.query, "num_seqs", queries.num_seqs);
   params.num_heads = int32_size(queries.query, "num_heads", queries.num_heads);
-  params.dtype = queries.query.dtype();
+  params.dtype = queries.out.dtype();
+  params.query_is_e4m3 = queries.query.is_e4m3();
   params.num_tokens = int32_size(queries.query, "num_tokens", queries.num_tokens);
   params.out_stride = queries.out.stride(0);
   params.lse = queries.lse ? queries.lse->as<float>() : nullptr;
