@@ -30,10 +30,10 @@ struct Queries {
   Size num_seqs{"num_seqs"};
 };
 // `written` gets out and lse. The `out` of an e4m3 query has 16 bits.
-enum class E4M3Query : uint8_t { kRefused, kTaken };
+enum class EightBitQuery : uint8_t { kRefused, kTaken };
 Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
                      const Tensor& query, Size& head_size, Arguments& written,
-                     E4M3Query e4m3 = E4M3Query::kRefused);
+                     EightBitQuery e4m3 = EightBitQuery::kRefused);
 
 // Sets q_scale, of an e4m3 query alone. Called after `params` has its kv. `read` gets it where it
 // is given.

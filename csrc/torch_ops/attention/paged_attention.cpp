@@ -97,7 +97,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   CacheSizes sizes;
   Arguments read, written;
   Queries queries =
-      read_queries(expect, out, lse, query, sizes.head_size, written, E4M3Query::kTaken);
+      read_queries(expect, out, lse, query, sizes.head_size, written, EightBitQuery::kTaken);
   const KvLayout kv_layout = cache_layout(expect, layout);
   Argument k = expect.tensor("key_cache", key_cache);
   Argument v = expect.tensor("value_cache", value_cache);
@@ -254,11 +254,11 @@ void launch_paged_attention(const PagedAttentionParams& given, const Tensor& que
 #endif
 
 Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
-                     const Tensor& query, Size& head_size, Arguments& written, E4M3Query e4m3) {
+                     const Tensor& query, Size& head_size, Arguments& written, EightBitQuery e4m3) {
   Queries queries;
   Size &num_tokens = queries.num_tokens, &num_heads = queries.num_heads;
   Argument& q = queries.query = expect.tensor("query", query);
-  if (e4m3 == E4M3Query::kRefused || !q.is_e4m3()) q.floating();
+  if (e4m3 == EightBitQuery::kRefused || !q.is_e4m3()) q.floating();
   require_contiguous_heads(q.shape({&num_tokens, &num_heads, &head_size}), num_tokens);
   Argument& o = queries.out = expect.tensor("out", out);
   q.is_e4m3() ? o.one_of({DType::kFloat16, DType::kBFloat16}) : o.same_dtype(q);

@@ -44,7 +44,8 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
   Expect expect("varlen_attention");
   Size head_size("head_size");
   Arguments read, written;
-  Queries queries = read_queries(expect, out, lse, query, head_size, written, E4M3Query::kTaken);
+  Queries queries =
+      read_queries(expect, out, lse, query, head_size, written, EightBitQuery::kTaken);
   Argument k = expect.tensor("key", key);
   Argument v = expect.tensor("value", value);
   PagedKv kv = contiguous_kv(queries.query, k, v, head_size);
