@@ -29,6 +29,7 @@
 #include "ops/rotary_embedding.h"
 #include "ops/sampling/sample.h"
 #include "ops/scaled_quant.h"
+#include "ops/upcast_query.h"
 
 namespace vllm_kernels::cpu {
 
@@ -139,6 +140,7 @@ constexpr bool kHasAmxKernel<PagedAttentionPlan> = true;
 VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_bf16)
 VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_amx)
 #endif
+VLLM_KERNELS_DECLARE(UpcastQueryParams)
 VLLM_KERNELS_DECLARE(KvcacheIndicesParams)
 VLLM_KERNELS_DECLARE(PageListParams)
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)

@@ -7,8 +7,8 @@
 // q rounds to nearest even and saturates. q(NaN) is NaN in e4m3 and 0 in int8. A NaN among the
 // values makes the scale NaN. All arithmetic is float32, as in vLLM's kernels.
 #pragma once
-#include "ops/clamp.h"
 #include "ops/dtype.h"
+#include "ops/rows.h"
 
 namespace vllm_kernels {
 
@@ -37,6 +37,16 @@ constexpr float largest_of(DType dtype) {
 // The scale of a row of zeros.
 constexpr float min_scale_of(DType dtype) {
   return dtype == DType::kInt8 ? 0x1p-23f : 1.0f / (448.0f * 512.0f);
+}
+
+// max(a, b); NaN if a is NaN.
+VLLM_KERNELS_HOST_DEVICE static inline float at_least(float a, float b) {
+  return a < b ? b : a;
+}
+
+// min(a, b); NaN if a is NaN.
+VLLM_KERNELS_HOST_DEVICE static inline float at_most(float a, float b) {
+  return a > b ? b : a;
 }
 
 }  // namespace vllm_kernels

@@ -124,14 +124,15 @@ constexpr const char* kSchemas[] = {
     "int max_pages=-1, Tensor? k_token_scales=None, Tensor? v_token_scales=None, "
     "Tensor? tree_mask=None, bool zero_unowned=False, Tensor? k_token_zeros=None, "
     "Tensor? v_token_zeros=None, Tensor? total_seq_lens=None, int shards=1, int shard=0, "
-    "int interleave=1)",
+    "int interleave=1, Tensor? q_scale=None)",
     "paged_attention.result(Tensor query, Tensor key_cache, Tensor value_cache, "
     "Tensor block_tables, Tensor seq_lens, float? scale=None, str layout=\"vllm\", "
     "int sliding_window=0, float softcap=0.0) -> Tensor",
     "varlen_attention(Tensor! out, Tensor!? lse, Tensor query, Tensor key, Tensor value, "
     "Tensor query_start_loc, Tensor key_start_loc, float scale, Tensor? alibi_slopes, "
     "int window_left, int window_right, float softcap, Tensor? sinks, Tensor? k_scale, "
-    "Tensor? v_scale, int max_query_len, Tensor!? workspace=None, bool zero_unowned=False)",
+    "Tensor? v_scale, int max_query_len, Tensor!? workspace=None, bool zero_unowned=False, "
+    "Tensor? q_scale=None)",
     "varlen_attention.result(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, "
     "Tensor key_start_loc, int max_query_len, float? scale=None, int window_left=-1, "
     "int window_right=0, float softcap=0.0, Tensor? sinks=None) -> Tensor",

@@ -10,6 +10,9 @@ import pytest
 import torch
 from flash_attn_cases import FA2, FA3, NAN, expected_varlen, near, near_lse, random, starts_of
 from helpers import ints
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vllm_kernels
 
 # --- signatures
 
@@ -231,6 +234,54 @@ def test_eight_bits_with_descales(device):
                 k.split(keys)[j].double() * mine, v.split(keys)[j].double() * mine, True,
             )  # fmt: skip
             near(out.split(queries)[row], want, 2.0)
+
+
+class Ops(TorchDispatchMode):
+    """Records the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_eight_bits_are_given_on_as_they_are(device):
+    """One row of descales for all: no op of torch computes."""
+    q, k, v = (torch.randn(n, h, 64).to(device, torch.float8_e4m3fn) for n, h in
+               ((8, 4), (29, 2), (29, 2)))  # fmt: skip
+    starts, keys = starts_of([3, 5], device), starts_of([20, 9], device)
+    one, row = torch.rand(1, 1, device=device) + 0.5, torch.rand(2, device=device) + 0.5
+    for given in (None, one, row, row[None], row.expand(2, 2)):
+        scale = given if given is None else given.flatten()[: 1 if given is one else 2]
+        want = vllm_kernels.varlen_attention(
+            q, k, v, starts, keys, q_scale=scale, k_scale=scale, v_scale=scale, causal=False
+        )
+        descales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), given)
+        with Ops() as ops:
+            got = FA3.flash_attn_varlen_func(
+                q, k, v, starts, keys, 8, 20, return_softmax_lse=True, **descales
+            )[0]
+        views = {"aten::select", "aten::expand", "aten::view", "aten::new_empty", "aten::t"}
+        assert set(ops.names) - views == {"vllm_kernels::varlen_attention", "aten::clone"}
+        assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+    pages = [x[:28].view(7, 4, 2, 64) for x in (k, v)]
+    table, lens = ints([3, 1, 0, 2, 5, 6], device).view(2, 3), ints([9, 12], device)
+    with Ops() as ops:
+        got = FA3.flash_attn_with_kvcache(
+            q[:2, None], *pages, cache_seqlens=lens, page_table=table, q_descale=row
+        )
+    assert "aten::_to_copy" not in ops.names and "vllm_kernels::paged_attention" in ops.names
+    want = vllm_kernels.paged_attention(q[:2], *pages, table, lens, layout="NHD", q_scale=row)
+    assert torch.equal(got[:, 0], want)
+
+
+def test_eight_bits_of_head_sizes_that_are_padded(device):
+    q, k, v = (torch.randn(1, 6, 2, n).to(device, torch.float8_e4m3fn) for n in (20, 20, 40))
+    want, _ = oracle.attention(q[0], k[0], v[0], True)
+    near(FA3.flash_attn_func(q, k, v, causal=True)[0], want, 2.0)
 
 
 @pytest.mark.parametrize("size, value_size", [(64, 64), (20, 20), (64, 40), (16, 72)])

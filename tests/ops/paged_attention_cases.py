@@ -33,12 +33,16 @@ class Case:
     block_size: int
     options: dict[str, object] = field(default_factory=dict)
     max_query_len: int | None = None
+    dtype: torch.dtype | None = None  # of out, where it is not the query's
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.query, self.key_cache, self.value_cache, self.block_tables, self.seq_lens
 
+    def unset_out(self) -> Tensor:
+        return torch.full_like(self.query, NAN, dtype=self.dtype)
+
     def run(self) -> Tensor:
-        out = torch.full_like(self.query, NAN)
+        out = self.unset_out()
         got = vllm_kernels.paged_attention(
             *self.tensors(), **self.options, max_query_len=self.max_query_len, out=out
         )
@@ -46,9 +50,11 @@ class Case:
         return got
 
     def run_with_lse(self) -> tuple[Tensor, Tensor]:
+        out = None if self.dtype is None else self.unset_out()
         return vllm_kernels.paged_attention(
-            *self.tensors(), **self.options, max_query_len=self.max_query_len, return_lse=True
-        )
+            *self.tensors(), **{"out": out, **self.options}, max_query_len=self.max_query_len,
+            return_lse=True,
+        )  # fmt: skip
 
     def naive(self) -> tuple[Tensor, Tensor]:
         return reference.paged_attention(*self.tensors(), **self.options)
@@ -79,6 +85,18 @@ class Case:
         options = {**self.options, "max_query_len": self.max_query_len}
         op = vllm_kernels.paged_attention
         return "prefill" in vllm_kernels.explain(op, *self.tensors(), **options).split("because")[0]
+
+    def kv_heads(self) -> int:
+        return self.key_cache.shape[2 if self.options["layout"] == "NHD" else 1]
+
+    def multiplies_in_8_bits(self) -> bool:
+        """Whether a prompt's kernel on Hopper may multiply an e4m3 query as it is."""
+        if self.query.dtype != torch.float8_e4m3fn or not self.query.is_cuda:
+            return False
+        if self.options.get("softcap") or self.options.get("alibi_slopes") is not None:
+            return False
+        rows = len(self.query) * self.query.shape[1] // self.kv_heads()
+        return rows >= 1024 and torch.cuda.get_device_capability()[0] == 9
 
     def rounded(self) -> Case:
         """The case over K and V rounded to the query's dtype, which a gather makes of int4."""
@@ -229,6 +247,22 @@ def with_token_zeros(case: Case) -> Case:
     return replace(case.with_options(**options), key_cache=key, value_cache=value)
 
 
+def with_e4m3_query(case: Case, q_scale: Tensor | None = None) -> Case:
+    """The case of an e4m3 cache with such a query, of q_scale [1] or [num_kv_heads]."""
+    rows = case.query.float()
+    if q_scale is not None:
+        q_scale = q_scale.to(rows.device)
+        group = rows.shape[1] // case.kv_heads()
+        rows = rows / q_scale.expand(case.kv_heads()).repeat_interleave(group)[:, None]
+    eight = replace(case, query=rows.to(torch.float8_e4m3fn), dtype=case.query.dtype)
+    return eight.with_options(q_scale=q_scale)
+
+
+def query_scales(size: int) -> Tensor:
+    """Random ones of 4 bits: the product with an e4m3 element is exact in 16 bits."""
+    return torch.randint(8, 16, (size,)) / 16
+
+
 def alone(case: Case, seq: int) -> tuple[Case, slice]:
     """The call with one sequence of a batch that has query_start_loc, and its rows in the batch."""
     starts = case.options["query_start_loc"]
@@ -250,15 +284,48 @@ def assert_right(case: Case, *results: Tensor | tuple[Tensor, Tensor]) -> None:
     if rounds_keys and "k_token_zeros" in case.options:  # a concurrent launch may gather nothing
         cases.append(case.rounded())
     outs, out_lses = map(torch.stack, zip(*(like.naive() for like in cases)))
-    scale = case.options.get("scale", case.query.shape[-1] ** -0.5)
     for result in results:
         got, lse = result if isinstance(result, tuple) else (result, None)
-        assert got.dtype == case.query.dtype
         nearest = (outs - got).norm(dim=-1).argmin(0, keepdim=True)
         want = outs.take_along_dim(nearest[..., None], 0)[0]
         lses = None if lse is None else (lse, out_lses.take_along_dim(nearest, 0)[0])
-        lens = case.seq_lens.tolist()
-        assert_near(got, want, spread, case.query, scale, lens, lses, lost, rounds_keys)
+        assert_near_for(case, got, want, spread, lses, lost, rounds_keys)
+
+
+def assert_near_for(
+    case: Case,
+    got: Tensor,
+    want: Tensor,
+    spread: Tensor,
+    lses: tuple[Tensor, Tensor] | None,
+    lost: float = 0.0,
+    rounds_keys: bool = False,
+) -> None:
+    """assert_near() or assert_near_in_8_bits(), as the case is computed."""
+    assert got.dtype == (case.dtype or case.query.dtype)
+    if case.multiplies_in_8_bits():
+        return assert_near_in_8_bits(got, want, spread, lses)
+    query = case.query.float()
+    if case.options.get("q_scale") is not None:
+        query = query * case.options["q_scale"].max()
+    scale = case.options.get("scale", query.shape[-1] ** -0.5)
+    lens = case.seq_lens.tolist()
+    assert_near(got, want, spread, query, scale, lens, lses, lost, rounds_keys)
+
+
+def assert_near_in_8_bits(
+    got: Tensor, want: Tensor, spread: Tensor, lses: tuple[Tensor, Tensor] | None
+) -> None:
+    """Weights are rounded to e4m3, each by 2^-4 of it at most."""
+    assert got.shape == want.shape
+    assert not got.isnan().any(), "NaN in the result"
+    error = (got.double() - want).abs()
+    worst = (error / (2.0**-4 * 1.15 * spread + 1e-3)).max().item()
+    assert worst <= 1, f"off by {worst:.2f} times what is allowed, max |error| {error.max():.3e}"
+    relative = (error.norm() / want.norm()).item()
+    assert relative <= 2.5e-2, f"relative error {relative:.2e}"
+    if lses is not None:
+        torch.testing.assert_close(lses[0].double(), lses[1], rtol=1e-3, atol=1e-2)
 
 
 def assert_near(

@@ -33,6 +33,8 @@ from paged_attention_cases import (
     assert_right,
     make_case,
     per_head,
+    query_scales,
+    with_e4m3_query,
     with_token_scales,
     with_token_zeros,
 )
@@ -79,7 +81,14 @@ def random_case(device: str) -> Case:
         scales_per_head=stored is not None and random.random() < 0.5,
         **options,
     )
-    return maybe_with_token_scales(maybe_with_tree(case))
+    return maybe_with_e4m3_query(maybe_with_token_scales(maybe_with_tree(case)))
+
+
+def maybe_with_e4m3_query(case: Case) -> Case:
+    if case.key_cache.dtype != torch.float8_e4m3fn or case.query.dtype == torch.float32:
+        return case
+    scales = [None, query_scales(1), query_scales(case.kv_heads())]
+    return case if random.random() < 0.5 else with_e4m3_query(case, random.choice(scales))
 
 
 def maybe_with_tree(case: Case) -> Case:
@@ -160,7 +169,7 @@ def check_graph(device: str) -> None:
     case = random_case(device)
     if len(case.query) == 0:
         return
-    out = torch.empty_like(case.query)
+    out = case.unset_out()
     graph = torch.cuda.CUDAGraph()
     call = replace(case, seq_lens=case.seq_lens.clone()).with_options(out=out)
     tensors, options = call.tensors(), {**call.options, "max_query_len": call.max_query_len}

@@ -43,9 +43,10 @@ def attend(op: str) -> Call:
             "kv_indptr": ints(0, cache.blocks, cache.blocks, cache.blocks + 2), "max_pages": 4,
         }  # fmt: skip
     scales = cache.scales()
+    query, out, scales["q_scale"] = cache.maybe_e4m3(query)
     if cache.is_int4 or (cache.stored == torch.int8 and random.random() < 0.5):
         names = "k_token_scales", "v_token_scales", "k_token_zeros", "v_token_zeros"
-        scales = {"k_scale": None, "v_scale": None, **cache.of_tokens(*names)}
+        scales |= {"k_scale": None, "v_scale": None, **cache.of_tokens(*names)}
     visible = {"sliding_window": choice([0, 5]), "window_right": choice([0, 0, -1, 3])}
     if random.random() < 0.2:
         words = torch.randint(256, (tokens,)).to(choice([torch.int32, torch.int64]))
@@ -54,7 +55,7 @@ def attend(op: str) -> Call:
         totals = 3 * pages["seq_lens"] + 2
         visible |= {"total_seq_lens": totals, "shards": 3, "shard": 1, "interleave": choice([1, 8])}
     return {
-        "out": unset_like(query), "lse": maybe(unset(tokens, heads)), "query": query,
+        "out": out, "lse": maybe(unset(tokens, heads)), "query": query,
         **cache.caches(), **pages, "query_start_loc": starts, **scores(heads), **visible, **scales,
         "layout": cache.layout, "max_query_len": 1 if starts is None else 3, "workspace": None,
         "fixed_split_size": choice([0, 0, 16]), "kv_ready": choice([True, False]),
@@ -87,12 +88,13 @@ def attend_keys(op: str) -> Call:
     key, value = (x.flatten(0, 1)[:19].clone() for x in (cache.key, cache.value))
     query = torch.randn(5, heads * cache.heads, cache.head_size).to(cache.dtype)
     heads = query.shape[1]
+    query, out, q_scale = cache.maybe_e4m3(query)
     return {
-        "out": unset_like(query), "lse": maybe(unset(5, heads)), "query": query,
+        "out": out, "lse": maybe(unset(5, heads)), "query": query,
         "key": key, "value": value, "query_start_loc": ints(0, 2, 2, 5),
         "key_start_loc": ints(0, 8, 9, 19), **scores(heads), "window_left": choice([-1, 4]),
         "window_right": choice([0, -1, 3]), **cache.scales(), "max_query_len": 3, "workspace": None,
-        "zero_unowned": choice([True, False]),
+        "zero_unowned": choice([True, False]), "q_scale": q_scale,
     }  # fmt: skip
 
 

@@ -88,6 +88,14 @@ class Paged:
         size = choice([1, self.heads])
         return {"k_scale": torch.rand(size) + 0.5, "v_scale": torch.rand(size) + 0.5}
 
+    def maybe_e4m3(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A query, its unset out, and its scale or None."""
+        out, e4m3 = unset_like(query), torch.float8_e4m3fn
+        if self.stored != e4m3 or self.dtype == torch.float32 or choice([True, False]):
+            return query, out, None
+        q_scale = torch.rand(choice([1, self.heads])) + 0.5
+        return query.to(e4m3), out, maybe(q_scale)
+
     def of_tokens(self, *names: str) -> Call:
         """Scales, and zeros of int4, or None."""
         some = torch.rand(len(names), self.blocks, self.heads, self.block_size)

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from ..errors import Error, InvalidArgument
 from ..ops import paged_attention, varlen_attention
-from ..ops._common import inference_only
+from ..ops._common import empty_out, inference_only
 from ..ops._refusals import renamed
 from ._cache import NewTokens, append, lengths_of, new_tokens, pages_of, rotated
 from ._checks import (
@@ -36,26 +36,37 @@ from ._rows import int32, int32_table, rows_contiguous, token_seqs
 
 _SCORES = {
     "query": "q", "query_start_loc": "cu_seqlens_q", "max_query_len": "max_seqlen_q",
-    "scale": "softmax_scale", "sinks": "s_aux", "k_scale": "k_descale", "v_scale": "v_descale",
+    "scale": "softmax_scale", "sinks": "s_aux", "q_scale": "q_descale", "k_scale": "k_descale",
+    "v_scale": "v_descale",
 }  # fmt: skip
 """What FlashAttention calls arguments of our ops."""
 _RAGGED = _SCORES | {"key": "k", "value": "v", "key_start_loc": "cu_seqlens_k"}
 _PAGES = _SCORES | {"key_cache": "k", "value_cache": "v", "block_tables": "block_table"}
 
 
-def _dequantized(query: Tensor, descale: Tensor | None, seqs: Tensor | None) -> Tensor:
-    """An 8-bit query [tokens, heads, head_size] as bfloat16; seqs: the sequence of each token."""
+def _query_and_scale(
+    query: Tensor, keys: Tensor, values: Tensor, descale: Tensor | None, starts: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """What the ops take for a query [tokens, heads, head_size]: itself, or bfloat16 for an 8-bit
+    one with other keys or with descales of its own for each sequence.
+
+    starts: of the sequences in query; None: they have one token each.
+    """
     if query.dtype.itemsize != 1:
-        return query
+        return query, None
+    if descale is not None and descale.dim() < 2:
+        descale = descale.reshape(1, -1)
+    whole = descale is None or descale.shape[0] == 1 or descale.stride(0) == 0
+    if whole and len(query) and query.dtype == keys.dtype == values.dtype == torch.float8_e4m3fn:
+        return query, None if descale is None else floats(descale[0])
     rows = query.float()
     if descale is not None:
-        descale = torch.atleast_2d(descale)
-        assert isinstance(descale, Tensor)
-        whole = descale.shape[0] == 1 or descale.stride(0) == 0
-        per_token = descale[:1] if whole or seqs is None else descale[seqs]
+        per_token = descale[:1] if whole else descale
+        if not whole and starts is not None:
+            per_token = descale[token_seqs(starts, len(query))]
         group = query.shape[1] // descale.shape[1]
         rows = rows * per_token.float().repeat_interleave(group, dim=1)[..., None]
-    return rows.bfloat16()
+    return rows.bfloat16(), None
 
 
 def _contiguous_heads(query: Tensor) -> Tensor:
@@ -129,16 +140,13 @@ def ragged(
     """:func:`varlen` of shapes that were checked, and int32 starts, but lse [T, H]."""
     inference_only(options.function, q, k, v)
     options.check(cu_seqlens_q.numel() - 1, q.shape[1], k.shape[1])
-    seqs = None
-    if q.dtype.itemsize == 1:
-        seqs = token_seqs(cu_seqlens_q, q.shape[0])
-    q = _dequantized(q, options.q_descale, seqs)
+    q, q_scale = _query_and_scale(q, k, v, options.q_descale, cu_seqlens_q)
     scale = options.score_scale(q)  # before it is padded
     value_size = v.shape[-1]
     q, k, v = _of_one_size(q, k, v)
     q, k, v = _contiguous_heads(q), rows_contiguous(k), rows_contiguous(v)
     calls = list(options.rows(cu_seqlens_q.numel() - 1))
-    shared = None if len(calls) == 1 else q.new_zeros(q.shape)
+    shared = None if len(calls) == 1 else empty_out(q).zero_()
     results = []
     sinks, window = floats(options.sinks), options.sides()
     starts_q, starts_k = cu_seqlens_q, cu_seqlens_k
@@ -152,7 +160,7 @@ def ragged(
                 q, k, v, starts_q, starts_k, scale=scale, causal=False, window=window,
                 alibi_slopes=mine["alibi_slopes"], softcap=options.softcap, sinks=sinks,
                 k_scale=k_scale, v_scale=v_scale, max_query_len=int(max_seqlen_q), out=shared,
-                return_lse=options.returns_lse,
+                return_lse=options.returns_lse, q_scale=q_scale,
             )  # fmt: skip
         except Error as error:
             raise renamed(error, options.function, _RAGGED) from None
@@ -247,14 +255,10 @@ def paged(
     inference_only(options.function, q, k_cache, v_cache)
     batch = seq_lens.numel()
     options.check(batch, q.shape[1], k_cache.shape[2])
-    seqs = None
-    if q.dtype.itemsize == 1 and cu_seqlens_q is not None:
-        seqs = token_seqs(cu_seqlens_q, q.shape[0])
-    elif q.dtype.itemsize == 1:
-        seqs = torch.arange(batch, device=q.device)
-    q = _contiguous_heads(_dequantized(q, options.q_descale, seqs))
+    q, q_scale = _query_and_scale(q, k_cache, v_cache, options.q_descale, cu_seqlens_q)
+    q = _contiguous_heads(q)
     calls = list(options.rows(batch))
-    shared = None if len(calls) == 1 else q.new_zeros(q.shape)
+    shared = None if len(calls) == 1 else empty_out(q).zero_()
     results = []
     sinks = floats(options.sinks)
     left, right = options.sides()
@@ -276,7 +280,7 @@ def paged(
                 query_start_loc=starts, max_query_len=int(max_seqlen_q),
                 alibi_slopes=mine["alibi_slopes"], sliding_window=left + 1, softcap=options.softcap,
                 sinks=sinks, k_scale=k_scale, v_scale=v_scale, layout="NHD", out=out,
-                return_lse=options.returns_lse, causal=False, window_right=right,
+                return_lse=options.returns_lse, causal=False, window_right=right, q_scale=q_scale,
             )  # fmt: skip
         except Error as error:
             raise renamed(error, options.function, words) from None

@@ -62,6 +62,12 @@ def shape_of(op: str, name: str, tensor: Tensor, *sizes: str) -> torch.Size:
     return shape
 
 
+def empty_out(query: Tensor) -> Tensor:
+    """Memory for the result of attention: like query, but bfloat16 for an 8-bit one."""
+    is_8_bit = query.dtype == torch.float8_e4m3fn
+    return query.new_empty(query.shape, dtype=torch.bfloat16 if is_8_bit else None)
+
+
 def check_tensors(function: str, **values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, Tensor):

@@ -310,6 +310,10 @@ def cascade_attention(
                 "cascade_attention: num_common_blocks: expected an int, a tensor or a CascadePlan, "
                 f"got {num_common_blocks!r:.40}"
             ) from None
+    if query.dtype == torch.float8_e4m3fn:
+        raise InvalidArgument(
+            f"{NAME}: query: expected float32, float16 or bfloat16, got float8_e4m3fn"
+        )
     try:
         no_common = isinstance(num_common_blocks, int) and num_common_blocks == 0
         if block_tables.shape[0] == 0 or no_common:

@@ -220,7 +220,7 @@ _WITH = "with a block table for each KV head"
 _REFUSED = ("query_start_loc", "alibi_slopes", "sinks", "tree_mask", "total_seq_lens")
 _PASSED = (
     "scale", "softcap", "k_scale", "v_scale", "layout", "return_lse", "workspace",
-    "fixed_split_size", "causal", "window_right", "shards",
+    "fixed_split_size", "causal", "window_right", "shards", "q_scale",
 )  # fmt: skip
 _OF_TOKENS = ("k_token_scales", "v_token_scales", "k_token_zeros", "v_token_zeros")
 _PLACE = re.compile(rf"{_ATTN}: (block_tables|seq_lens)\[(\d+)(?:, (\d+))?\]")
@@ -233,7 +233,7 @@ def attend_by_kv_head(attend: Callable[..., Any], given: Mapping[str, Any]) -> A
             raise Unsupported(f"{_ATTN}: {name}: expected None {_WITH}")
     if given["sliding_window"] != 0:
         raise Unsupported(f"{_ATTN}: sliding_window: expected 0 {_WITH}")
-    for name in ("k_scale", "v_scale"):
+    for name in ("k_scale", "v_scale", "q_scale"):
         if isinstance(given[name], Tensor) and given[name].numel() > 1:
             raise Unsupported(
                 f"{_ATTN}: {name}: expected one element {_WITH}, got {list(given[name].shape)}"

@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ._common import (
     ONE_OR_EACH_HEAD,
+    empty_out,
     entry_points,
     inference_only,
     may_skip_modes,
@@ -43,6 +44,7 @@ def varlen_attention(
     out: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     workspace: Tensor | None = ...,
+    q_scale: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -66,6 +68,7 @@ def varlen_attention(
     out: Tensor | None = ...,
     return_lse: Literal[True],
     workspace: Tensor | None = ...,
+    q_scale: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -89,6 +92,7 @@ def varlen_attention(
     out: Tensor | None = ...,
     return_lse: bool,
     workspace: Tensor | None = ...,
+    q_scale: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -111,6 +115,7 @@ def varlen_attention(
     out: Tensor | None = None,
     return_lse: bool = False,
     workspace: Tensor | None = None,
+    q_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of sequences with contiguous keys and values, without a cache.
 
@@ -124,18 +129,21 @@ def varlen_attention(
     (FlashAttention: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
 
     Args:
-        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; the stride between
-            tokens is free. head_size: a multiple of 8 (of 16 for 8-bit keys) from 32 to 256.
+        query: [num_tokens, num_heads, head_size], float32, float16, bfloat16 or float8_e4m3fn; the
+            stride between tokens is free. head_size: a multiple of 8 (of 16 for 8-bit keys) from 32
+            to 256.
         key, value: [num_keys, num_kv_heads, head_size], dtype of query, float8_e4m3fn,
-            float8_e5m2 or int8; the strides of tokens and heads are free (slices of a packed QKV
-            product need no copy). num_heads is a multiple of num_kv_heads.
+            float8_e5m2 or int8; float8_e4m3fn for such a query; the strides of tokens and heads are
+            free (slices of a packed QKV product need no copy). num_heads is a multiple of
+            num_kv_heads.
         query_start_loc, key_start_loc: [num_seqs + 1] int32, where each sequence starts and the
             last one ends. Query tokens that no sequence owns get 0 and lse -inf; a given out stays
             as it is there.
         causal: whether keys after a query token's position are invisible to it.
         window: (left, right): visible keys before and after the position; -1: all.
         k_scale, v_scale: for 8-bit keys and values, as :func:`paged_attention` has them.
-        scale, alibi_slopes, softcap, sinks, max_query_len, out, return_lse, workspace: likewise.
+        scale, alibi_slopes, softcap, sinks, max_query_len, out, return_lse, workspace, q_scale:
+            likewise. What multiplies an 8-bit query is said there, too.
 
     Warning:
         On CUDA a call may never end if the starts change while it runs, or if another call uses its
@@ -155,13 +163,17 @@ def varlen_attention(
         >>> out = vllm_kernels.varlen_attention(*qkv.unbind(1), starts, starts)
         >>> torch.allclose(out[0], qkv[0, 2])  # the first token sees only itself
         True
+        >>> eight = [x.to(torch.float8_e4m3fn) for x in qkv.unbind(1)]
+        >>> vllm_kernels.varlen_attention(*eight, starts, starts, q_scale=torch.ones(2)).dtype
+        torch.bfloat16
     """
     if modes_are_on() and may_skip_modes():
         return without_modes(varlen_attention, locals())
     if is_grad_enabled():
         inference_only(
-            "varlen_attention", out, query, key, value, alibi_slopes, sinks, k_scale, v_scale
-        )
+            "varlen_attention",
+            out, query, key, value, alibi_slopes, sinks, k_scale, v_scale, q_scale,
+        )  # fmt: skip
     if not isinstance(query, Tensor):
         raise refused("varlen_attention", TypeError(), {"query": query})
     op = _traced if is_dynamo_compiling() else _direct
@@ -175,11 +187,11 @@ def varlen_attention(
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
         zero_unowned = out is None
         if out is None:
-            out = query.new_empty(query.shape)
+            out = empty_out(query)
         op(
             out, lse, query, key, value, query_start_loc, key_start_loc, scale, alibi_slopes,
             window[0], 0 if causal else window[1], softcap, sinks, k_scale, v_scale, max_query_len,
-            workspace, zero_unowned,
+            workspace, zero_unowned, *(() if q_scale is None else (q_scale,)),
         )  # fmt: skip
     except (RuntimeError, TypeError, IndexError) as error:
         raise refused("varlen_attention", error, locals(), ONE_OR_EACH_HEAD) from None

@@ -172,6 +172,7 @@ def paged_attention(
     shards: int = 1,
     shard: int = 0,
     interleave: int = 1,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Query tokens attend to the pages of their sequence -> (out, lse) in float64.
 
@@ -196,7 +197,7 @@ def paged_attention(
     starts = list(range(len(query) + 1)) if query_start_loc is None else query_start_loc.tolist()
     return _attention(
         query, starts, seq_lens.tolist(), keys_of, scale, (sliding_window - 1, right),
-        alibi_slopes, softcap, sinks, tree_mask=tree_mask,
+        alibi_slopes, softcap, sinks, tree_mask=tree_mask, q_scale=q_scale,
         totals=None if total_seq_lens is None else total_seq_lens.tolist(), place_of=place_of,
     )  # fmt: skip
 
@@ -216,6 +217,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sequences with contiguous keys -> (out, lse) in float64, in the shapes of the op."""
     ends = key_start_loc.tolist()
@@ -230,7 +232,7 @@ def varlen_attention(
     lens = [end - start for start, end in pairwise(ends)]
     return _attention(
         query, query_start_loc.tolist(), lens, keys_of, scale,
-        (window[0], 0 if causal else window[1]), alibi_slopes, softcap, sinks,
+        (window[0], 0 if causal else window[1]), alibi_slopes, softcap, sinks, q_scale=q_scale,
     )  # fmt: skip
 
 
@@ -267,6 +269,7 @@ def _attention(
     tree_mask: Tensor | None = None,
     totals: list[int] | None = None,
     place_of: Callable[[Tensor], Tensor] = lambda stored: stored,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """keys_of(seq, first, end): those tokens' keys and values, [num_kv_heads, tokens, head_size].
 
@@ -295,6 +298,7 @@ def _attention(
         rows = slice(tokens.start, tokens.stop)
         # [kv_heads, group * tokens, head_size] -> logits [num_heads, tokens, seen]
         grouped = query[rows].double().transpose(0, 1).reshape(len(key), -1, head_size)
+        grouped = _scaled(grouped, q_scale)
         logits = (factor * grouped @ key.transpose(1, 2)).view(num_heads, len(tokens), end - first)
         if softcap > 0:
             logits = softcap * torch.tanh(logits / softcap)

@@ -4,6 +4,7 @@
 
 #include "ops/paged_attention.h"
 #include "ops/pages/page_list.h"
+#include "ops/upcast_query.h"
 #include "torch_ops/base/check.h"
 
 namespace vllm_kernels {
@@ -13,7 +14,7 @@ void launch_decode(const PagedAttentionParams& params, const Tensor& query);
 
 // Runs the kernel of paged_attention; `workspace` from read_workspace(), or null.
 void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
-                            void* workspace);
+                            void* workspace, const E4M3Query& e4m3 = {});
 
 // CPU: reports which kernel runs. Returns true if the call is only explained (ops/report.h).
 bool report_cpu_kernel(const char* op, const char* kernel);
@@ -28,10 +29,17 @@ struct Queries {
   Size num_tokens{"num_tokens"};
   Size num_heads{"num_heads"};
   Size num_seqs{"num_seqs"};
+  E4M3Query e4m3;
 };
-// `written` gets out and lse.
+// `written` gets out and lse. The `out` of an e4m3 query has 16 bits.
+enum class EightBitQuery : uint8_t { kRefused, kTaken };
 Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
-                     const Tensor& query, Size& head_size, Arguments& written);
+                     const Tensor& query, Size& head_size, Arguments& written,
+                     EightBitQuery e4m3 = EightBitQuery::kRefused);
+
+// Sets q_scale, of an e4m3 query alone. `read` gets it where it is given.
+void read_query_scale(Expect& expect, const PagedKv& kv, Queries& queries,
+                      const std::optional<Tensor>& q_scale, Arguments& read);
 
 // Sets query_start_loc and max_query_len. Null: one query token a sequence. `read` gets it where it
 // is given.

@@ -92,11 +92,12 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                      const std::optional<Tensor>& k_token_zeros,
                      const std::optional<Tensor>& v_token_zeros,
                      const std::optional<Tensor>& total_seq_lens, int64_t shards, int64_t shard,
-                     int64_t interleave) {
+                     int64_t interleave, const std::optional<Tensor>& q_scale) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Arguments read, written;
-  Queries queries = read_queries(expect, out, lse, query, sizes.head_size, written);
+  Queries queries =
+      read_queries(expect, out, lse, query, sizes.head_size, written, EightBitQuery::kTaken);
   const KvLayout kv_layout = cache_layout(expect, layout);
   Argument k = expect.tensor("key_cache", key_cache);
   Argument v = expect.tensor("value_cache", value_cache);
@@ -111,6 +112,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   PagedAttentionParams params =
       read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
   params.kv = kv;
+  read_query_scale(expect, kv, queries, q_scale, read);
   params.token_scales = token_scales(expect, kv, sizes, of_tokens, read);
   params.kv_ready = kv_ready && !kv_indptr;  // page_list.cu writes the tables just before
   read_window_and_split(expect, params, sliding_window, fixed_split_size);
@@ -149,7 +151,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   if (is_done(params, queries, out, or_null(lse))) return;
   set_queries(params, queries);
   const BlockTables made = kv_indptr ? make_tables(expect, params, list, query) : BlockTables();
-  launch_paged_attention(params, query, scratch);
+  launch_paged_attention(params, query, scratch, queries.e4m3);
 }
 
 // One query token a sequence, and a new tensor for the result: the call of an eager engine, with
@@ -159,12 +161,12 @@ torch::stable::Tensor paged_attention_result(const Tensor& query, const Tensor& 
                                              const Tensor& seq_lens, std::optional<double> scale,
                                              const Text& layout, int64_t sliding_window,
                                              double softcap) {
-  const Argument x = Expect("paged_attention").tensor("query", query).rank(3, 3);
+  const Argument x = Expect("paged_attention").tensor("query", query).floating().rank(3, 3);
   Tensor out = empty(x.sizes(), x.scalar_type(), query);
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   paged_attention(out, {}, query, key_cache, value_cache, block_tables, seq_lens, {}, factor, {},
                   sliding_window, softcap, {}, {}, {}, layout, 1, {}, 0, false, 0, {}, -1, {}, {},
-                  {}, false, {}, {}, {}, 1, 0, 1);
+                  {}, false, {}, {}, {}, 1, 0, 1, {});
   return torch::stable::Tensor(out.release());
 }
 
@@ -174,13 +176,14 @@ torch::stable::Tensor paged_attention_result(const Tensor& query, const Tensor& 
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
-                            void* workspace) {
+                            void* workspace, const E4M3Query& e4m3) {
   run_on_stream(query, [&](cuda::Stream stream) {
-    const int64_t bytes = cuda::attention_scratch_bytes(params);
+    const int64_t bytes = cuda::attention_scratch_bytes(params, e4m3);
     // torch's allocator gives the memory to later work of this stream only.
     std::optional<Tensor> scratch;
     if (bytes > 0) scratch = empty({&bytes, 1}, aoti_torch_dtype_uint8(), query);
-    cuda::launch_paged_attention(params, workspace, scratch ? scratch->data() : nullptr, stream);
+    cuda::launch_paged_attention(params, e4m3, workspace, scratch ? scratch->data() : nullptr,
+                                 stream);
   });
 }
 
@@ -214,14 +217,37 @@ void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
   if (!report_cpu_kernel("paged_attention", "decode")) run_decode(params, query);
 }
 
-void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query, void*) {
+// Gives `params` its e4m3 query in 16 bits, which it returns.
+std::unique_ptr<uint16_t[]> upcast_query(PagedAttentionParams& params, const Tensor& query,
+                                         const E4M3Query& e4m3) {
+  const int64_t size = int64_t{params.num_tokens} * params.num_heads * params.head_size();
+  auto upcast = std::make_unique_for_overwrite<uint16_t[]>(size);
+  launch(UpcastQueryParams{.out = upcast.get(),
+                           .query = params.query,
+                           .query_stride = params.query_stride,
+                           .scales = e4m3,
+                           .num_tokens = params.num_tokens,
+                           .num_heads = params.num_heads,
+                           .num_kv_heads = params.kv.num_kv_heads,
+                           .head_size = params.head_size(),
+                           .dtype = params.dtype},
+         query);
+  params.query = upcast.get();
+  params.query_stride = int64_t{params.num_heads} * params.head_size();
+  return upcast;
+}
+
+void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query, void*,
+                            const E4M3Query& e4m3) {
   if (given.query == nullptr) return;  // a meta tensor
-  const PagedAttentionParams params = cpu::tighten_bounds(given);
+  PagedAttentionParams params = cpu::tighten_bounds(given);
   const bool decodes = cpu::fits_decode_kernel(params);
   if (report_cpu_kernel("paged_attention",
                         decodes ? "decode" : "general (several query tokens, windows, any mask)"))
     return;
   cpu::clear_unowned_rows(params);
+  std::unique_ptr<uint16_t[]> upcast;
+  if (e4m3.on) upcast = upcast_query(params, query, e4m3);
   if (decodes) return run_decode(params, query);
   launch_plan<cpu::PagedAttentionCombine>(
       cpu::plan_paged_attention(params, torch::stable::get_num_threads()), query);
@@ -229,20 +255,34 @@ void launch_paged_attention(const PagedAttentionParams& given, const Tensor& que
 #endif
 
 Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
-                     const Tensor& query, Size& head_size, Arguments& written) {
+                     const Tensor& query, Size& head_size, Arguments& written, EightBitQuery e4m3) {
   Queries queries;
   Size &num_tokens = queries.num_tokens, &num_heads = queries.num_heads;
-  queries.query =
-      expect.tensor("query", query).floating().shape({&num_tokens, &num_heads, &head_size});
-  require_contiguous_heads(queries.query, num_tokens);
-  queries.out = expect.tensor("out", out).same_dtype(queries.query).same_shape(queries.query);
-  require_contiguous_heads(queries.out, num_tokens);
+  Argument& q = queries.query = expect.tensor("query", query);
+  if (e4m3 == EightBitQuery::kRefused || !q.is_e4m3()) q.floating();
+  require_contiguous_heads(q.shape({&num_tokens, &num_heads, &head_size}), num_tokens);
+  Argument& o = queries.out = expect.tensor("out", out);
+  queries.e4m3.on = q.is_e4m3();
+  queries.e4m3.on ? o.one_of({DType::kFloat16, DType::kBFloat16}) : o.same_dtype(q);
+  require_contiguous_heads(o.same_shape(q), num_tokens);
   written.add(queries.out.written());
   if (lse) {
     queries.lse = expect.tensor("lse", *lse).float32().shape({&num_tokens, &num_heads});
     written.add(queries.lse->contiguous().written());
   }
   return queries;
+}
+
+void read_query_scale(Expect& expect, const PagedKv& kv, Queries& queries,
+                      const std::optional<Tensor>& q_scale, Arguments& read) {
+  if (!q_scale) return;
+  const Argument scale = expect.tensor("q_scale", *q_scale).float32().contiguous();
+  if (!queries.query.is_e4m3()) {
+    scale.fail(std::string("expected None: only float8_e4m3fn queries have a scale, this one is ") +
+               name_of(queries.query.dtype()));
+  }
+  queries.e4m3.scale = read_head_scale(expect, kv, scale, read);
+  queries.e4m3.scale_stride = scale.numel() > 1 ? 1 : 0;
 }
 
 void read_query_start_loc(Expect& expect, PagedAttentionParams& params, Queries& queries,
@@ -273,7 +313,7 @@ void set_queries(PagedAttentionParams& params, const Queries& queries) {
   params.query_stride = queries.query.stride(0);
   params.num_seqs = int32_size(queries.query, "num_seqs", queries.num_seqs);
   params.num_heads = int32_size(queries.query, "num_heads", queries.num_heads);
-  params.dtype = queries.query.dtype();
+  params.dtype = queries.out.dtype();
   params.num_tokens = int32_size(queries.query, "num_tokens", queries.num_tokens);
   params.out_stride = queries.out.stride(0);
   params.lse = queries.lse ? queries.lse->as<float>() : nullptr;

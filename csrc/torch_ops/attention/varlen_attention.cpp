@@ -40,11 +40,12 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
                       int64_t window_right, double softcap, const std::optional<Tensor>& sinks,
                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                       int64_t max_query_len, const std::optional<Tensor>& workspace,
-                      bool zero_unowned) {
+                      bool zero_unowned, const std::optional<Tensor>& q_scale) {
   Expect expect("varlen_attention");
   Size head_size("head_size");
   Arguments read, written;
-  Queries queries = read_queries(expect, out, lse, query, head_size, written);
+  Queries queries =
+      read_queries(expect, out, lse, query, head_size, written, EightBitQuery::kTaken);
   Argument k = expect.tensor("key", key);
   Argument v = expect.tensor("value", value);
   PagedKv kv = contiguous_kv(queries.query, k, v, head_size);
@@ -53,6 +54,7 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
   PagedAttentionParams params =
       read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
   params.kv = kv;
+  read_query_scale(expect, kv, queries, q_scale, read);
   params.max_seq_len = k.size(0);
   params.sliding_window = left_window(expect, window_left);
   params.window_right = right_window(expect, window_right);
@@ -65,7 +67,7 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
   read_zero_unowned(params, queries, zero_unowned);
   if (is_done(params, queries, out, or_null(lse))) return;
   set_queries(params, queries);
-  launch_paged_attention(params, query, scratch);
+  launch_paged_attention(params, query, scratch, queries.e4m3);
 }
 
 // A new tensor for the result, and the arguments that flash_attn's callers give.
@@ -75,11 +77,11 @@ torch::stable::Tensor varlen_attention_result(const Tensor& query, const Tensor&
                                               std::optional<double> scale, int64_t window_left,
                                               int64_t window_right, double softcap,
                                               const std::optional<Tensor>& sinks) {
-  const Argument x = Expect("varlen_attention").tensor("query", query).rank(3, 3);
+  const Argument x = Expect("varlen_attention").tensor("query", query).floating().rank(3, 3);
   Tensor out = empty(x.sizes(), x.scalar_type(), query);
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   varlen_attention(out, {}, query, key, value, query_start_loc, key_start_loc, factor, {},
-                   window_left, window_right, softcap, sinks, {}, {}, max_query_len, {}, true);
+                   window_left, window_right, softcap, sinks, {}, {}, max_query_len, {}, true, {});
   return torch::stable::Tensor(out.release());
 }
 

@@ -129,6 +129,7 @@ Argument& Argument::cache_dtype(DType dtype, std::string_view text, std::string_
 }
 
 Argument& Argument::cache_of(const Argument& model) {
+  if (model.is_e4m3()) return same_dtype(model);
   const std::optional<DType> got = known_dtype(scalar_type_);
   if (!got || (scalar_type_ != model.scalar_type_ && size_of(*got) != 1)) {
     fail("expected " + dtype_text(model.scalar_type_) + " (from " + model.name_ +

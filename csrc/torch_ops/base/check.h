@@ -51,6 +51,7 @@ class Argument {
   DType dtype() const;                                  // after a dtype check
   int32_t scalar_type() const { return scalar_type_; }  // torch's
   bool is_int64() const { return scalar_type_ == aoti_torch_dtype_int64(); }
+  bool is_e4m3() const { return scalar_type_ == aoti_torch_dtype_float8_e4m3fn(); }
   int64_t element_size() const {
     return static_cast<int64_t>(aoti_torch_dtype_element_size(scalar_type_));
   }
@@ -76,7 +77,8 @@ class Argument {
   // `dtype`; an 8-bit one may also be stored as uint8
   Argument& cache_dtype(DType dtype, std::string_view text,
                         std::string_view name = "kv_cache_dtype");
-  Argument& cache_of(const Argument& model);  // the dtype of `model`, or an 8-bit one
+  // the dtype of `model`, or an 8-bit one unless `model` is e4m3
+  Argument& cache_of(const Argument& model);
   Argument& one_of(std::initializer_list<DType> dtypes);
 
   // --- checks on the shape

@@ -260,7 +260,7 @@ Argument token_zeros(Expect& expect, const char* name, const Tensor& zeros,
 
 PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
                     KvLayout layout, CacheSizes& sizes, bool is_int4) {
-  if (!is_int4) value_cache.same_dtype(key_cache.cache_of(query));
+  if (!is_int4 || query.is_e4m3()) value_cache.same_dtype(key_cache.cache_of(query));
   const PagedKv kv = is_int4
                          ? int4_pages(query, key_cache, value_cache, layout, sizes)
                          : cache_pages(key_cache, value_cache, key_cache.dtype(), layout, sizes);
@@ -270,6 +270,14 @@ PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_
                    std::to_string(block_size) + " in shape " + key_cache.shape_text());
   }
   return kv;
+}
+
+const float* read_head_scale(const Expect& expect, const PagedKv& kv, const Argument& scale,
+                             Arguments& read, int64_t elements) {
+  check_scale_size(kv, scale, elements);
+  check_scale(expect, scale);
+  read.add(scale);
+  return scale.as<const float>();
 }
 
 void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
@@ -282,11 +290,9 @@ void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scal
       s.fail(std::string("expected None: only 8-bit caches have scales, this one is ") +
              name_of(kv.dtype));
     }
-    check_scale_size(kv, s, elements);
-    check_scale(expect, s);
+    const float* checked = read_head_scale(expect, kv, s, read, elements);
     elements = s.numel();
-    read.add(s);
-    return s.as<const float>();
+    return checked;
   };
   kv.k_scale = pointer("k_scale", k_scale);
   kv.v_scale = pointer("v_scale", v_scale);

@@ -37,7 +37,7 @@ PagedKv cache_of_dtype(Argument& key_cache, Argument& value_cache, DType dtype,
 KvLayout cache_layout(const Expect& expect, std::string_view text);
 
 // Caches of a model with the dtype of `query`; their own dtype is read from the tensors, or they
-// are of int4. A page has 1, 2, 4, ... or 256 tokens.
+// are of int4. Those of an e4m3 query are e4m3. A page has 1, 2, 4, ... or 256 tokens.
 PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
                     KvLayout layout, CacheSizes& sizes, bool is_int4 = false);
 
@@ -78,6 +78,11 @@ RowCache row_cache(const Argument& query, Argument& key, Argument& value, int64_
 // None stands for 1. A scale that is given is added to `read`.
 void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
                 const std::optional<Tensor>& v_scale, Arguments& read);
+
+// The values of a contiguous float32 scale of one element or [num_kv_heads], finite and > 0, which
+// is added to `read`. `elements`: as many as k_scale has, or 0.
+const float* read_head_scale(const Expect& expect, const PagedKv& kv, const Argument& scale,
+                             Arguments& read, int64_t elements = 0);
 
 // Requires an argument of keys and its twin of values to be both tensors or both None. Returns
 // whether they are tensors.
