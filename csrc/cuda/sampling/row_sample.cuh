@@ -181,7 +181,10 @@ __device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, 
   }
   const SampleRow& request = shared.request;
   if constexpr (kHasLogprobs<Params>) sum_powers(shared, powers, highest, range.highest);
-  send_few<T, Cluster>(shared, slice, highest, range, num_listed(p, request), [&](int rank) {
+  // No log-probabilities come from the list of a changed row.
+  const bool lists_top_k = kHasLogprobs<Params> && is_changed(p, sample, shared);
+  const int count = lists_top_k ? request.top_k : num_listed(p, request);
+  send_few<T, Cluster>(shared, slice, highest, range, count, [&](int rank) {
     if constexpr (kHasLogprobs<Params>) send_powers<Cluster>(shared, rank);
   });
   Cluster::sync();
