@@ -135,8 +135,7 @@ void logprobs_of_ordered(const TokenLogprobsParams& p, int64_t sample) {
   write_token(p, sample, row.of(mine), rank);
   if (p.num_top == 0) return;
   uint32_t* list = ordered + n + 64;
-  const uint32_t lowest =
-      select_by_count(ordered, n, std::min<int64_t>(p.num_top, n), list).prefix;
+  const uint32_t lowest = select_by_count(ordered, n, std::min<int64_t>(p.num_top, n), list).prefix;
   TopTokens top(p, sample, list);
   for (int64_t i = 0; i < n; ++i) {
     if (ordered[i] >= lowest) top.add(i, ordered[i]);
