@@ -27,7 +27,7 @@ from one_shape.norms_and_activations import (
     scaled_quant,
 )
 from one_shape.pages import pages
-from one_shape.sampling import sampling
+from one_shape.sampling import sampled_logprobs, sampling
 from one_shape.token_scales import token_scales, token_zeros
 
 
@@ -44,6 +44,7 @@ def main() -> None:
         decode_steps,
         appended_tokens,
         sampling,
+        sampled_logprobs,
         norms,
         rotary_and_activations,
         scaled_quant,

@@ -81,7 +81,7 @@ void launch(const MergeAttnStatesParams& params, Stream stream);
 void launch(const CombineAttnPartialsParams& params, Stream stream);
 
 // --- sampling
-// Bytes of `scratch` that the three launchers below need for so many samples; often none.
+// Bytes of `scratch` that the next four launchers need for so many samples; often none.
 int64_t sampling_scratch_bytes(const LogitRows& logits, int64_t samples);
 void launch(const SampleParams& params, Stream stream);
 void launch(const SampleLogprobsParams& params, Stream stream);

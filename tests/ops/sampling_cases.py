@@ -23,21 +23,36 @@ def check(logits: Tensor, request: dict[str, object]) -> Tensor:
 
 
 def check_logprobs(logits: Tensor, request: dict[str, object], *numbers: int) -> None:
-    """`sample` gives the same tokens with any of these numbers of log-probabilities. These are the
-    reference's, on a CPU exactly."""
+    """`sample` gives the reference's tokens with any of these numbers of log-probabilities. These
+    are those of `token_logprobs`, on CUDA exactly where the row is read again."""
     given = on(logits.device.type, request)
-    tokens = vllm_kernels.sample(logits, **given)
+    tokens = reference.sample(logits, **request)
+    exact = is_read_again(request, len(tokens), logits.shape[1]) | (not logits.is_cuda)
     want = reference.token_logprobs(logits, tokens, max(numbers), rows=request.get("rows"))
-    tolerance = 2e-6 if logits.is_cuda else 0.0
+    rounding = 2.0**-23  # of both numbers
     for number in numbers:
-        again, *found = vllm_kernels.sample(logits, **given, num_logprobs=number)
-        assert torch.equal(again, tokens)
-        logprobs, ids, ranks = (x.cpu() for x in found)
+        found = vllm_kernels.sample(logits, **given, num_logprobs=number)
+        again = vllm_kernels.token_logprobs(logits, found[0], number, rows=given.get("rows"))
+        got, logprobs, ids, ranks = (x.cpu() for x in found)
+        assert torch.equal(got, tokens)
         assert torch.equal(ids, want[1][:, : 1 + number])
         assert torch.equal(ranks, want[2])
-        torch.testing.assert_close(
-            logprobs, want[0][:, : 1 + number], atol=tolerance, rtol=tolerance, equal_nan=True
-        )
+        same = torch.testing.assert_close
+        same(logprobs, want[0][:, : 1 + number], atol=2e-6, rtol=rounding, equal_nan=True)
+        same(logprobs[exact], again[0].cpu()[exact], atol=0.0, rtol=0.0, equal_nan=True)
+
+
+def is_read_again(request: dict[str, object], samples: int, vocab_size: int) -> Tensor:
+    """Masked, penalized and nucleus rows, and those with a top_k above 127."""
+    none = torch.zeros(samples)
+    top_k = request.get("top_k", none)
+    again = (top_k <= 0) | (top_k > 127) | (top_k >= vocab_size)
+    again &= request.get("temperature", none) >= 1e-5
+    if "bitmask" in request:
+        again |= request.get("bitmask_rows", none) >= 0
+    for name in {"bias", "token_counts"} & request.keys():
+        again |= request[name][0].diff() > 0
+    return again
 
 
 def drawn(samples: int) -> dict[str, Tensor]:

@@ -118,6 +118,26 @@ def test_nucleus(device, dtype, temperature, top_p):
     check(logits.to(device, dtype), request)
 
 
+@pytest.mark.parametrize("top_k", [0, 50])
+@pytest.mark.parametrize("vocab_size", [20_001, 20_005, 20_007, 20_008])
+def test_hard_rows_with_an_infinite_temperature(device, dtype, vocab_size, top_k):
+    """All finite logits have the quotient 0, and -inf has NaN. A CPU's last vector is not full."""
+    logits = torch.randn(4, vocab_size)
+    logits[1] = 0.0
+    logits[2:] = -torch.inf
+    logits[2, [300, 7000, vocab_size - 1]] = torch.randn(3)
+    logits[3, : vocab_size // 2] = 1.0
+    request = drawn(4) | {
+        "temperature": torch.full((4,), torch.inf),
+        "top_k": torch.full((4,), top_k).int(),
+    }
+    words = torch.randint(-(2**31), 2**31, (4, -(-vocab_size // 32))).int()
+    for uniform in (0.0, 0.5, 1.0):
+        request["uniforms"] = torch.full((4,), uniform)
+        check(logits.to(device, dtype), request)
+        check(logits.to(device, dtype), request | {"bitmask": words})
+
+
 @pytest.mark.parametrize("vocab_size", [50, 131_072])
 def test_a_row_that_is_not_finite_gives_its_first_highest_token(device, vocab_size):
     logits = torch.randn(3, vocab_size, device=device)

@@ -58,3 +58,28 @@ def sampling() -> None:
         draft, target_probs=probs, draft_probs=probs[:, 1:].contiguous(),
         uniforms=torch.rand(4, 3, 2, device=CUDA),
     )  # fmt: skip
+
+
+def sampled_logprobs() -> None:
+    """Log-probabilities where a list does not suffice, or the row is read again. Some threads load
+    two Vecs."""
+    rows, vocab = 2, 33_000
+    ones = torch.ones(rows, device=CUDA)
+    ints = torch.ones(rows, dtype=torch.int32, device=CUDA)
+    few = {"temperature": 0.7 * ones, "uniforms": 0.5 * ones, "top_k": 50 * ints}
+    lists = torch.arange(rows + 1, dtype=torch.int32, device=CUDA), ints.cumsum(0).int()
+    for dtype in DTYPES:
+        logits = torch.randn(rows, vocab, device=CUDA).to(dtype)
+        with_nan = logits.clone()
+        with_nan[0, -1] = torch.nan
+        for x, changes in (
+            (0 * logits, {}),  # overflows every list
+            (logits, {"token_counts": (*lists, ints), "presence": ones, "bias": (*lists, ones)}),
+            (logits, {"top_k": 5000 * ints}),
+            (with_nan, {}),
+        ):
+            vllm_kernels.sample(x, **few | changes, num_logprobs=20)
+        vllm_kernels.sample(logits, **few, num_logprobs=0)
+    # Logits that differ have equal quotients. Many are equal themselves.
+    close = 1.75 + torch.randint(100, (rows, vocab), device=CUDA) * 2.0**-23
+    vllm_kernels.sample(close, **few | {"temperature": 3 * ones}, num_logprobs=20)

@@ -143,8 +143,9 @@ def sample(
         With ``num_logprobs``: ``(tokens, logprobs, ids, ranks)``, also what ``token_logprobs``
         gives for these tokens. It is the log_softmax of the logits as they are: no mask, no bias,
         no penalties, no temperature. CUDA finds it in the same launch. A greedy row or one with a
-        top_k is read once if it has no mask, bias or penalties. Its log-probabilities are then
-        within 2e-6 of those of ``token_logprobs``. Other rows are read again.
+        top_k is usually read once if it has no mask, bias or penalties; docs/sampling.md has the
+        conditions. Its log-probabilities then differ from those of ``token_logprobs`` by at most
+        about 2e-6, the same for all its tokens, and a rounding. Other rows are read again.
 
     Raises:
         RuntimeError: for logits that are not [rows, vocab] floats of at most 262,144 columns, and

@@ -70,7 +70,8 @@ float find_highest(const LogitsOfSample<T>& logits, uint32_t* groups) {
   return any(is_nan) ? __builtin_nanf("") : most;
 }
 
-// body(token, logit) for the tokens of at least `lowest` > -inf, in index order.
+// body(token, logit) for the tokens of at least `lowest` > -inf, in index order. It returns whether
+// to go on.
 template <typename T, typename Body>
 void for_each_reaching(const LogitsOfSample<T>& logits, const uint32_t* groups, float lowest,
                        const Body& body) {

@@ -34,7 +34,7 @@ void change_row(const SampleParams& p, int64_t sample, const LogitsOfSample<T>& 
   }
 }
 
-// `list` has two thirds of the scratch.
+// `list` has two thirds of SampleParams::scratch.
 Kept choose(const SampleRow& request, const uint32_t* ordered, int64_t n, float max,
             uint32_t* list) {
   Kept kept{0, 0};
@@ -142,7 +142,7 @@ float lowest_with_quotient_of(float edge, float temperature) {
 }
 
 // Draws from the tokens that may be among the top-k. `max` is the highest quotient. Returns -1 if
-// they are not few. `scratch` has two thirds of it.
+// they are not few. The last third of SampleParams::scratch may be the row itself.
 template <typename T>
 int64_t draw_from_few(const LogitsOfSample<T>& logits, const SampleRow& request,
                       const uint32_t* groups, float max, uint64_t random, uint32_t* scratch) {
@@ -171,6 +171,7 @@ int64_t draw_directly(const LogitsOfSample<T>& logits, const SampleRow& request,
   const bool is_few = n >= 1024 && request.top_k < n && request.top_k <= num_groups(n) / 2;
   const bool is_all = request.top_k == n && request.top_p >= 1.0f && request.min_p == 0.0f;
   if (!request.greedy && !is_few && !is_all) return -1;
+  if (std::isinf(request.temperature)) return -1;  // -inf / inf is NaN
   uint32_t* groups = scratch + n / 2;
   const float highest = find_highest(logits, groups), max = highest / request.temperature;
   if (!std::isfinite(max)) return -1;

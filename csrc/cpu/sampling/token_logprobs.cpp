@@ -133,8 +133,13 @@ void logprobs_of_ordered(const TokenLogprobsParams& p, int64_t sample) {
   int64_t rank = 0;
   for (int64_t i = 0; i < n; ++i) rank += ordered[i] >= mine;
   write_token(p, sample, row.of(mine), rank);
-  TopTokens top(p, sample, ordered + n + 64);
-  for (int64_t i = 0; i < n; ++i) top.add(i, ordered[i]);
+  if (p.num_top == 0) return;
+  uint32_t* list = ordered + n + 64;
+  const uint32_t lowest = select_by_count(ordered, n, std::min<int64_t>(p.num_top, n), list).prefix;
+  TopTokens top(p, sample, list);
+  for (int64_t i = 0; i < n; ++i) {
+    if (ordered[i] >= lowest) top.add(i, ordered[i]);
+  }
   top.write(p, row);
 }
 

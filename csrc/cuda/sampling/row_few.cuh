@@ -87,8 +87,8 @@ __device__ __forceinline__ uint64_t* few_keys(SelectShared& shared) {
 }
 
 // Sends this CTA's tokens that may be among the `count` <= kMaxFew highest of the row to the first
-// CTA, as logits or as quotients by the temperature of shared.request, which is above 0 and finite.
-// Every CTA of the cluster must have begun. Behind the next barrier all know what the others sent.
+// CTA, as logits. The temperature of shared.request is above 0 and finite. Every CTA of the cluster
+// must have begun. Behind the next barrier all know what the others sent.
 // `highest` is what load_logits() returned, `range` that of it. send_more(rank): what each of the
 // first threads sends besides to a CTA, behind a barrier of this one.
 template <typename T, typename Cluster, typename SendMore>

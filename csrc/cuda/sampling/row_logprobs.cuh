@@ -196,7 +196,7 @@ __device__ __forceinline__ float sum_own_powers(const Slice& slice, float highes
   return sum;
 }
 
-// Makes of threads' sums those of warps, in shared.equal, to the base of the CTA's highest logit.
+// Adds up the threads' sums per warp, relative to the CTA's highest logit. Results: shared.equal.
 __device__ __forceinline__ void sum_powers(SelectShared& shared, float sum, float highest,
                                            uint32_t highest_of_cta) {
   const float base = base_of_powers(from_ordered_bits(highest_of_cta));

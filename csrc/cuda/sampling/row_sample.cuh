@@ -156,13 +156,15 @@ __device__ __forceinline__ bool is_changed(const SampleParams& p, int sample,
 }
 
 // A row without a top-k, of which a token is drawn, or with a small one, which gets a list. Finds
-// nothing if the lists do not suffice, or if the row is not finite.
+// nothing if the lists do not suffice, or if the row is not finite. `counts`: whether the row has a
+// top-k.
 template <typename T, typename Cluster, typename Params>
-__device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, const Slice& slice,
-                                                   bool aligned, SelectShared& shared) {
+__device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, bool counts,
+                                                   const Slice& slice, bool aligned,
+                                                   SelectShared& shared) {
   const float highest = load_undivided<T>(p, sample, aligned, slice, shared);
   float powers = 0.0f;
-  if (kHasLogprobs<Params> && !is_changed(p, sample, shared)) {
+  if (kHasLogprobs<Params> && counts && !is_changed(p, sample, shared)) {
     powers = sum_own_powers<T>(slice, highest);
   }
   Cluster::wait();
@@ -179,7 +181,10 @@ __device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, 
   }
   const SampleRow& request = shared.request;
   if constexpr (kHasLogprobs<Params>) sum_powers(shared, powers, highest, range.highest);
-  send_few<T, Cluster>(shared, slice, highest, range, num_listed(p, request), [&](int rank) {
+  // No log-probabilities come from the list of a changed row.
+  const bool lists_top_k = kHasLogprobs<Params> && is_changed(p, sample, shared);
+  const int count = lists_top_k ? request.top_k : num_listed(p, request);
+  send_few<T, Cluster>(shared, slice, highest, range, count, [&](int rank) {
     if constexpr (kHasLogprobs<Params>) send_powers<Cluster>(shared, rank);
   });
   Cluster::sync();
@@ -276,6 +281,7 @@ __device__ __forceinline__ FoundRow find_row(const Params& p, int sample, bool g
                                              BinSets& sets) {
   SampleRow request = SampleRow::greedy_row(p.logits.vocab_size);
   if (!greedy) {
+    __syncthreads();  // racecheck sees no order of this CTA's accesses in a cluster's barrier
     clear(shared.bins[0]);
     prepare_list(shared);
     __syncthreads();
@@ -328,7 +334,8 @@ __device__ __forceinline__ RowEnd sample_row(const Params& p, int sample, const 
   BinSets sets;
   FoundRow found;
   if (loads_undivided<T, Cluster>(p, asked)) {
-    found = find_undivided<T, Cluster>(p, sample, slice, aligned, shared);
+    found = find_undivided<T, Cluster>(p, sample, asked.counts(p.logits.vocab_size), slice, aligned,
+                                       shared);
     if (found.drawn) return {true, false};
   }
   if (found.size > kRowThreads) {

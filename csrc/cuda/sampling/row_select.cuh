@@ -21,7 +21,7 @@ struct Bins {
 };
 
 // The highest tokens of a row, in the first CTA and in any order (row_list.cuh). Before that, in
-// sample.cu, tokens that have a penalty and, in `ordered`, their counts.
+// row_changes.cuh, tokens that have a penalty and, in `ordered`, their counts.
 struct List {
   alignas(16) uint32_t ordered[kRowThreads];
   alignas(16) uint32_t tokens[kRowThreads];
@@ -35,7 +35,7 @@ struct List {
 struct FewOfCta {
   int size;
   uint32_t highest;   // ordered bits of its highest logit
-  uint32_t quotient;  // ordered bits of a quotient that top_k of its tokens reach; 0: of none
+  uint32_t quotient;  // ordered bits of a quotient that `count` of its tokens reach; 0: none
 };
 
 // Differences from the highest logit of a row (row_nucleus.cuh): tokens of at least `kept` are

@@ -11,8 +11,9 @@
 
 namespace vllm_kernels {
 
-// Words of SampleParams::scratch and the like on a CPU, for one thread: a row, a list of its values
-// and their weights, each padded to whole vectors.
+// Words of SampleParams::scratch and the like on a CPU, for one thread. Three parts, each padded to
+// whole vectors: a row, a list of its values, their weights. Groups and listed tokens (direct.h),
+// and a row with its bias and penalties, take the place of these.
 constexpr int64_t sampling_scratch_words(int64_t vocab_size) {
   return 3 * (vocab_size + 64);
 }
