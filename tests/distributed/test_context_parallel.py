@@ -233,6 +233,13 @@ def test_constructor(arguments, message):
     assert str(raised.value) == f"ContextParallel: {message}"
 
 
+def test_lengths_are_integers():
+    with pytest.raises(
+        TypeError, match="local_lens: seq_lens: expected integers, got torch.float32"
+    ):
+        ContextParallel(shards=2).local_lens(torch.tensor([40.0]))
+
+
 def test_examples() -> None:
     tests = doctest.DocTestFinder().find(ContextParallel, globs={"torch": torch})
     assert sum(bool(test.examples) for test in tests) == 3
