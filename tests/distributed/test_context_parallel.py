@@ -234,9 +234,8 @@ def test_constructor(arguments, message):
 
 
 def test_lengths_are_integers():
-    with pytest.raises(
-        TypeError, match="local_lens: seq_lens: expected integers, got torch.float32"
-    ):
+    message = r"local_lens: seq_lens: expected integers, got torch\.float32"
+    with pytest.raises(TypeError, match=message):
         ContextParallel(shards=2).local_lens(torch.tensor([40.0]))
 
 

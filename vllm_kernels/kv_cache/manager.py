@@ -148,8 +148,7 @@ class KVCacheManager(Queries):
             raise InvalidArgument(text) from None
         if shard is None and shards > 1:
             raise InvalidArgument(
-                f"KVCacheManager: shard: expected 0 to {shards - 1} with shards={shards}, got None: "
-                "each rank has a manager of its own"
+                f"KVCacheManager: shard: expected 0 to {shards - 1} with shards={shards}, got None"
             )
         if null_block is False and self._native.has_null_block:
             raise InvalidArgument(
