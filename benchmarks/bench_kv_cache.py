@@ -55,7 +55,7 @@ def time_steps(table: Table, num_sequences: int) -> None:
     columns = (PROMPT + 1024) // BLOCK_SIZE
     for name in ("step", "step of shard 0 of 2", "append_batch", "build"):
         shards = 2 if "shard" in name else 1
-        manager = KVCacheManager(num_sequences * columns, BLOCK_SIZE, shards=shards)
+        manager = KVCacheManager(num_sequences * columns, BLOCK_SIZE, shards=shards, shard=0)
         buffers = BatchBuffers.zeros(num_sequences, columns, 8192)
         for i in ids:
             manager.allocate(i, random_tokens(rng, PROMPT))

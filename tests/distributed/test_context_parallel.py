@@ -233,6 +233,12 @@ def test_constructor(arguments, message):
     assert str(raised.value) == f"ContextParallel: {message}"
 
 
+def test_lengths_are_integers():
+    message = r"local_lens: seq_lens: expected integers, got torch\.float32"
+    with pytest.raises(TypeError, match=message):
+        ContextParallel(shards=2).local_lens(torch.tensor([40.0]))
+
+
 def test_examples() -> None:
     tests = doctest.DocTestFinder().find(ContextParallel, globs={"torch": torch})
     assert sum(bool(test.examples) for test in tests) == 3

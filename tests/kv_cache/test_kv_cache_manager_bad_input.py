@@ -145,6 +145,7 @@ def test_impossible_sizes_are_refused(num_blocks: int, block_size: int) -> None:
         ({"shards": 1.5}, r"shards: expected an integer of 64 bits, got 1\.5"),
         ({"shard": "0"}, "shard: expected an integer of 64 bits, got '0'"),
         ({"shards": 2, "shard": 2}, "shard: expected 0 to 1, got 2"),
+        ({"shards": 2}, "shard: expected 0 to 1 with shards=2, got None"),
         ({"interleave": 3}, "interleave: expected a divisor of block_size = 4, got 3"),
         ({"windows": 5}, "windows: expected a list of integers of 64 bits or None, .* got 5"),
         ({"windows": [2**63]}, r"windows: expected a list of integers of 64 bits .* got \[9223.*"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._types import Layout
-from ..errors import InvalidArgument, InvalidIndex
+from ..errors import InvalidArgument, InvalidIndex, InvalidType
 from ..ops import combine_attn_partials, paged_attention, varlen_attention
 
 __all__ = ["ContextParallel"]
@@ -96,7 +96,14 @@ class ContextParallel:
 
         Returns:
             int32 [num_seqs] on the device of seq_lens; [shards, num_seqs] without a group.
+
+        Raises:
+            TypeError: seq_lens has no integers.
         """
+        if seq_lens.is_floating_point():
+            raise InvalidType(
+                f"ContextParallel.local_lens: seq_lens: expected integers, got {seq_lens.dtype}"
+            )
         lens = seq_lens.to(torch.int32)
         k, period = self.interleave, self.size * self.interleave
         full, rest = lens // period * k, lens % period

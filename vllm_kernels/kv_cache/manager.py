@@ -58,7 +58,7 @@ class KVCacheManager(Queries):
         num_blocks: blocks of the cache, 1 to 2**31 - 3 (with a null block, that one included).
         block_size: tokens of a block, >= 1. With shards: those of each rank.
         shards: ranks that hold each sequence together.
-        shard: this one, 0 to shards - 1.
+        shard: this one, 0 to shards - 1. Needed if there are several.
         interleave: consecutive tokens on one rank, a divisor of ``block_size``.
         num_host_blocks: blocks of a second pool in host memory, for :meth:`swap_out`.
         watermark_blocks: blocks that :meth:`allocate` and :meth:`swap_in` leave free, so that the
@@ -107,7 +107,7 @@ class KVCacheManager(Queries):
         block_size: int,
         *,
         shards: int = 1,
-        shard: int = 0,
+        shard: int | None = None,
         interleave: int = 1,
         num_host_blocks: int = 0,
         watermark_blocks: int = 0,
@@ -123,7 +123,7 @@ class KVCacheManager(Queries):
             "num_blocks": num_blocks,
             "block_size": block_size,
             "shards": shards,
-            "shard": shard,
+            "shard": shard or 0,
             "interleave": interleave,
             "num_host_blocks": num_host_blocks,
             "watermark_blocks": watermark_blocks,
@@ -146,6 +146,10 @@ class KVCacheManager(Queries):
         except InvalidArgument as error:  # of the pool, under its own name
             text = str(error).replace("BlockPool", "KVCacheManager", 1)
             raise InvalidArgument(text) from None
+        if shard is None and shards > 1:
+            raise InvalidArgument(
+                f"KVCacheManager: shard: expected 0 to {shards - 1} with shards={shards}, got None"
+            )
         if null_block is False and self._native.has_null_block:
             raise InvalidArgument(
                 "KVCacheManager: null_block: expected None or True with a window, got False"
@@ -160,7 +164,7 @@ class KVCacheManager(Queries):
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.shards = shards
-        self.shard = shard
+        self.shard = shard or 0
         self.interleave = interleave
 
     def __repr__(self) -> str:
