@@ -184,20 +184,22 @@ void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
                            (kv.block_size % 16 == 0 && fits_stride(kv, kv.key_chunk_stride) &&
                             fits_stride(kv, kv.value_dim_stride));
   const auto padded = [](int64_t tokens) { return (tokens + kFp8Rows - 1) / kFp8Rows * kFp8Rows; };
-  const int64_t rows = p.key_start_loc != nullptr
-                           ? padded(p.max_seq_len + int64_t{p.num_seqs} * kFp8Rows)
-                           : p.num_seqs * padded(std::max(p.max_seq_len, int64_t{1}));
-  const bool fits = choice.main.kernel == AttentionKernel::kPrefillSm90 &&
-                    p.fixed_split_size == 0 && kv.dtype == DType::kFp8E4M3 &&
-                    !p.modifies_scores() && cache_is_aligned(p) && packs_pages &&
-                    is_aligned(p.query, 16) && p.query_stride % 16 == 0 &&
-                    int64_t{p.max_query_len} * group_of(p) >= kGatherRows &&
-                    fp8_gather_bytes(p, rows) <= kMaxGatherBytes;
+  const int64_t longest = std::clamp(p.max_seq_len, int64_t{1}, kMaxGatherBytes);  // no overflow
+  // Behind the sequences there are rows of zeros.
+  const int64_t rows =
+      kFp8Rows + (p.key_start_loc != nullptr ? padded(longest + int64_t{p.num_seqs} * kFp8Rows)
+                                             : p.num_seqs * padded(longest));
+  const bool has_room = rows <= kMaxGatherBytes / Fp8Scratch(p, 1).value / 2;
+  const bool fits =
+      choice.main.kernel == AttentionKernel::kPrefillSm90 && p.fixed_split_size == 0 &&
+      kv.dtype == DType::kFp8E4M3 && p.head_size() <= kMaxHeadSizeFp8 && !p.modifies_scores() &&
+      cache_is_aligned(p) && packs_pages && is_aligned(p.query, 16) && p.query_stride % 16 == 0 &&
+      p.query_stride > 0 && int64_t{p.max_query_len} * group_of(p) >= kGatherRows && has_room;
   if (fits) {
     choice.fp8_rows = rows;
     choice.gathered_rows = 0;
     choice.gathers_some = false;
-    choice.main.padded_head_size = p.head_size() <= 64 ? 64 : p.head_size() <= 128 ? 128 : 256;
+    choice.main.padded_head_size = p.head_size() <= 64 ? 64 : kMaxHeadSizeFp8;
   }
   choice.upcasts_query = !fits || choice.has_concurrent_decode;
 }

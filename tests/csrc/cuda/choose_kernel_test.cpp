@@ -12,6 +12,7 @@
 #include <sstream>
 #include <tuple>
 
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/dispatch.h"
 
 namespace vllm_kernels::cuda {
@@ -265,6 +266,20 @@ TEST(ChooseKernel, LaunchShapesFitTheDevice) {
   }
 }
 
+// More sequences than rows can be counted in 64 bits.
+TEST(ChooseKernel, E4M3QueriesOfManySequences) {
+  Draw draw(5);
+  Call call = draw_call(draw);
+  PagedAttentionParams& p = call.params;
+  p.num_seqs = 1 << 20;
+  p.max_seq_len = int64_t{1} << 60;
+  p.max_query_len = p.num_tokens = 4096;
+  p.dtype = DType::kBFloat16;
+  p.kv.dtype = DType::kFp8E4M3;
+  set_strides(p.kv);
+  EXPECT_EQ(choose_e4m3_kernel(p, kDevices[2].model).fp8_rows, 0);
+}
+
 // Calls with e4m3 queries: which are multiplied in 8 bits, and which get queries of 16 bits.
 TEST(ChooseKernel, E4M3Queries) {
   Draw draw(5);
@@ -279,15 +294,18 @@ TEST(ChooseKernel, E4M3Queries) {
     const bool in_8_bits = choice.fp8_rows > 0;
     multiplied += in_8_bits;
     EXPECT_EQ(choice.upcasts_query, !in_8_bits || choice.has_concurrent_decode) << call.name;
-    const AttentionScratch scratch = attention_scratch(p, choice);
-    EXPECT_GE(scratch.total, scratch.query_offset * choice.upcasts_query);
     if (!in_8_bits) continue;
+    const Fp8Scratch scratch(p, choice.fp8_rows);
+    EXPECT_LE(scratch.starts, kMaxGatherBytes) << call.name;
+    EXPECT_EQ(scratch.value % 16 + scratch.starts % 4, 0) << call.name;
+    EXPECT_LE(p.head_size(), kMaxHeadSizeFp8) << call.name;
     EXPECT_EQ(choice.main.kernel, AttentionKernel::kPrefillSm90) << call.name;
     EXPECT_EQ(choice.gathered_rows, 0) << call.name;
     EXPECT_FALSE(p.modifies_scores() || p.fixed_split_size > 0) << call.name;
     EXPECT_EQ(choice.fp8_rows % kFp8Rows, 0) << call.name;
-    EXPECT_GE(choice.fp8_rows, p.key_start_loc != nullptr ? p.max_seq_len + p.num_seqs * kFp8Rows
-                                                          : p.num_seqs * p.max_seq_len);
+    EXPECT_GE(choice.fp8_rows,
+              kFp8Rows + (p.key_start_loc != nullptr ? p.max_seq_len + p.num_seqs * kFp8Rows
+                                                     : p.num_seqs * p.max_seq_len));
     EXPECT_EQ(reinterpret_cast<uintptr_t>(p.query) % 16 + p.query_stride % 16, 0) << call.name;
   }
   EXPECT_GT(multiplied, 100);

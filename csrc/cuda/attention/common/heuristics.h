@@ -73,6 +73,8 @@ constexpr float kMaxSectionBytes = 24e6f, kSectionShareOfL2 = 0.4578f;
 // contiguous_and_8bit.md. The third: prefill/mixed_batches.md.)
 constexpr float kPrefillCycles = 1.485e-3f, kPrefillCycles8Bit = 2.277e-3f,
                 kPrefillCyclesAdjusted = 2.574e-3f;
+// The same for 8-bit products. (No row.)
+constexpr float kPrefillCyclesFp8 = 1.0e-3f;
 // Achieved rate of reads of K and V, as a fraction of the memory bus's rate. (4200 of an H200's
 // 4917 GB/s. decode/axes.md: 4.16 TB/s in layout vllm.)
 constexpr float kReadShareOfBus = 0.854f;
@@ -228,28 +230,20 @@ constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_i
           .producer_registers = 40};
 }
 
-// The same for e4m3 queries. (No row.)
+// The same for e4m3 queries, up to kMaxHeadSizeFp8. (No row.)
 constexpr PrefillTuning prefill_fp8_tuning(int head_size) {
   if (head_size <= 64) {
-    return {.consumers = 3,
-            .tokens = 128,
+    return {.tokens = 128,
             .key_stages = 3,
             .value_stages = 3,
             .query_stages = 2,
             .query_in_registers = true,
-            .consumer_registers = 152};
-  }
-  if (head_size <= 128) {
-    return {.tokens = 128,
-            .key_stages = 4,
-            .value_stages = 4,
-            .query_stages = 2,
-            .query_in_registers = true,
             .consumer_registers = 224};
   }
-  return {.tokens = 64,
+  return {.tokens = 128,
           .key_stages = 4,
           .value_stages = 4,
+          .query_stages = 2,
           .consumer_registers = 232,
           .producer_registers = 40};
 }

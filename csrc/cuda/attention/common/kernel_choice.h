@@ -124,16 +124,22 @@ inline int64_t gather_bytes(const PagedAttentionParams& p, int64_t rows) {
   return rows == 0 ? 0 : 2 * gathered_tensor_bytes(p, rows) + int64_t{4} * (p.num_seqs + 3);
 }
 
-// Scratch of gather_fp8_keys(): K and V of `rows` rows, the sequences' first rows and lengths, two
-// scales a KV head. A sequence has a multiple of kFp8Rows rows. Rows of K are padded to 32 bytes.
+// Scratch of gather_fp8_keys() for `rows` rows of a KV head, in bytes: K from 0 on, padded to 32
+// bytes a row, V^T, the first row of each sequence, their lengths, two scales a KV head. A sequence
+// has a multiple of kFp8Rows rows.
 constexpr int kFp8Rows = 128;
-inline int64_t fp8_key_bytes(const PagedAttentionParams& p) {
-  return (p.head_size() + 31) / 32 * 32;
-}
-inline int64_t fp8_gather_bytes(const PagedAttentionParams& p, int64_t rows) {
-  return rows * p.kv.num_kv_heads * (fp8_key_bytes(p) + p.head_size()) +
-         int64_t{4} * (2 * p.num_seqs + 1 + 2 * p.kv.num_kv_heads);
-}
+struct Fp8Scratch {
+  int64_t key_bytes;  // of a row of K
+  int64_t value, starts, lens, scales, total;
+
+  Fp8Scratch(const PagedAttentionParams& p, int64_t rows)
+      : key_bytes((p.head_size() + 31) / 32 * 32),
+        value(rows * p.kv.num_kv_heads * key_bytes),
+        starts(value + rows * p.kv.num_kv_heads * p.head_size()),
+        lens(starts + int64_t{4} * (p.num_seqs + 1)),
+        scales(lens + int64_t{4} * p.num_seqs),
+        total(scales + int64_t{8} * p.kv.num_kv_heads) {}
+};
 // Scratch of a call: gathered keys, then from query_offset on the queries in 16 bits.
 struct AttentionScratch {
   int64_t query_offset;
@@ -141,7 +147,7 @@ struct AttentionScratch {
 };
 inline AttentionScratch attention_scratch(const PagedAttentionParams& p,
                                           const AttentionChoice& choice) {
-  const int64_t keys = choice.fp8_rows > 0 ? fp8_gather_bytes(p, choice.fp8_rows)
+  const int64_t keys = choice.fp8_rows > 0 ? Fp8Scratch(p, choice.fp8_rows).total
                                            : gather_bytes(p, choice.gathered_rows);
   const int64_t query_bytes = int64_t{p.num_tokens} * p.num_heads * p.head_size() * 2;
   const int64_t offset = (keys + 255) / 256 * 256;
@@ -152,6 +158,9 @@ inline AttentionScratch attention_scratch(const PagedAttentionParams& p,
 constexpr int kSimtHeads = 8, kSimtWarps = 4;
 // Prefill sm90: 8-bit caches have heads up to this size.
 constexpr int kMaxHeadSize8Bit = 192;
+// Prefill sm90: 8-bit products have heads up to this size. Larger ones leave no registers for the
+// output of a KV tile (sm90/mainloop.cuh).
+constexpr int kMaxHeadSizeFp8 = 128;
 // Prefill sm90: whether a cache with a scale a token is read where it lies. V of layout vllm needs
 // 16 scales at once, and longer heads leave no registers for them.
 constexpr bool takes_token_scales(KvForm form, int head_size) {

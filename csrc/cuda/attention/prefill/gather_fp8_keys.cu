@@ -3,7 +3,8 @@
 // Scratch: K [num_kv_heads, rows, head_size padded to 32], V^T [num_kv_heads, head_size, rows],
 // then the first row of each sequence [num_seqs + 1], the lengths [num_seqs], k_scale times that of
 // the queries and v_scale [2, num_kv_heads]. A sequence has a multiple of 128 rows. Rows without a
-// token, or with one that is not visible, are 0.
+// visible token are 0. 128 rows before the window are not written, because nobody reads them.
+// Behind the sequences are 128 rows of zeros, for those that do not fit.
 //
 // V^T has the tokens of each 16 in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15. So a lane's
 // accumulators of Q K^T are, once packed, its operands of P V. (PTX ISA, wgmma: fragments of D and
@@ -50,30 +51,36 @@ __device__ __forceinline__ uint32_t byte_mask(uint32_t bits) {
   return ((bits & 15) * 0x00204081 & 0x01010101) * 0xff;
 }
 
-// Finds the tokens of the CTA's rows. Returns false if it has none.
+// Finds the tokens of the CTA's rows. Returns false if nobody reads them.
 __device__ __forceinline__ bool locate(const PagedAttentionParams& p, const int32_t* starts,
                                        Fp8Shared& shared) {
-  const int first_row = blockIdx.x * kFp8Rows, kv_head = blockIdx.y;
-  if (first_row >= starts[p.num_seqs]) return false;
+  const int first_row = blockIdx.x * kFp8Rows, kv_head = blockIdx.y, end = starts[p.num_seqs];
+  if (first_row > end) return false;
   const int seq = count_up_to(starts, p.num_seqs + 1, first_row) - 1;
-  const RowRange keys = key_range(p, seq);
-  const int first_query = keys.count - query_range(p, seq).count;
-  const int visible_from = p.sliding_window > 0 ? first_query - p.sliding_window + 1 : 0;
+  const bool is_behind = first_row == end;  // no sequence's
+  const RowRange keys = is_behind ? RowRange{} : key_range(p, seq);
+  int first_token = 0, visible_from = 0;
+  if (!is_behind) {
+    first_token = first_row - starts[seq];
+    const int first_query = keys.count - query_range(p, seq).count;
+    if (p.sliding_window > 0) visible_from = first_query - p.sliding_window + 1;
+  }
+  if (first_token + kFp8Rows <= visible_from) return false;
   const int i = threadIdx.x;
   if (i < kFp8Rows) {
-    const int token = first_row - starts[seq] + i;
+    const int token = first_token + i;
     int block = -1, row = 0;
-    if (token < keys.count && p.key_start_loc != nullptr) {
+    if (token >= visible_from && token < keys.count) {
       block = 0;
       row = keys.first + token;
-    } else if (token < keys.count) {
-      block = p.block_tables[seq * p.block_table_stride + token / p.kv.block_size];
-      row = token % p.kv.block_size;
+      if (p.key_start_loc == nullptr) {
+        block = p.block_tables[seq * p.block_table_stride + token / p.kv.block_size];
+        row = token % p.kv.block_size;
+      }
     }
-    const bool present = block >= 0 && block < p.kv.num_blocks;
-    const bool visible = present && token >= visible_from;
+    const bool visible = block >= 0 && block < p.kv.num_blocks;
     const int64_t value = p.kv.value_offset(block, kv_head, row, 0);
-    shared.key[i] = present ? p.kv.key_offset(block, kv_head, row, 0) : -1;
+    shared.key[i] = visible ? p.kv.key_offset(block, kv_head, row, 0) : -1;
     shared.value[i] = visible ? value : -1;
     const uint32_t group = __ballot_sync(0xffffffffu, visible) >> i / 16 % 2 * 16 & 0xffff;
     if (i % 16 == 0) shared.visible[i / 16] = group;
@@ -196,13 +203,13 @@ PagedAttentionParams gather_fp8_keys(const PagedAttentionParams& p, const E4M3Qu
                                      const AttentionChoice& choice, void* scratch, void* stream) {
   const PagedKv& kv = p.kv;
   const auto rows = static_cast<int32_t>(choice.fp8_rows);
-  const int64_t key_bytes = fp8_key_bytes(p), head_rows = int64_t{kv.num_kv_heads} * rows;
+  const Fp8Scratch at(p, rows);
   char* key = static_cast<char*>(scratch);
-  char* value = key + head_rows * key_bytes;
-  auto* starts = reinterpret_cast<int32_t*>(value + head_rows * kv.head_size);
-  int32_t* lens = starts + p.num_seqs + 1;
-  auto* scales = reinterpret_cast<float*>(lens + p.num_seqs);
-  find_key_starts(p, choice.min_query_len, rows, kFp8Rows, starts, lens, stream);
+  char* value = key + at.value;
+  auto* starts = reinterpret_cast<int32_t*>(key + at.starts);
+  auto* lens = reinterpret_cast<int32_t*>(key + at.lens);
+  auto* scales = reinterpret_cast<float*>(key + at.scales);
+  find_key_starts(p, choice.min_query_len, rows - kFp8Rows, kFp8Rows, starts, lens, stream);
 
   const int chunks = kv.head_size / 16;
   const Fp8Rows to = {.query = query,
@@ -211,7 +218,7 @@ PagedAttentionParams gather_fp8_keys(const PagedAttentionParams& p, const E4M3Qu
                       .key = key,
                       .value = value,
                       .rows = rows,
-                      .key_bytes = static_cast<int32_t>(key_bytes),
+                      .key_bytes = static_cast<int32_t>(at.key_bytes),
                       .chunks = chunks,
                       .by_chunk = FastDivisor(chunks)};
   const int shared_bytes = kFp8Rows * ((chunks + 7) / 8 * 8) * 16;
@@ -232,8 +239,8 @@ PagedAttentionParams gather_fp8_keys(const PagedAttentionParams& p, const E4M3Qu
                  .block_size = rows,
                  .dtype = kv.dtype,
                  .layout = KvLayout::kNHD,
-                 .key_head_stride = rows * key_bytes,
-                 .key_token_stride = key_bytes,
+                 .key_head_stride = rows * at.key_bytes,
+                 .key_token_stride = at.key_bytes,
                  .value_head_stride = int64_t{kv.head_size} * rows,
                  .value_token_stride = 1,
                  .value_dim_stride = rows,

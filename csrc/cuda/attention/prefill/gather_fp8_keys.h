@@ -7,7 +7,7 @@
 namespace vllm_kernels::cuda {
 
 // Enqueues the launches for a `choice` with fp8_rows. Returns the parameters of the attention over
-// the result. `scratch` has fp8_gather_bytes() of memory.
+// the result. `scratch` is an Fp8Scratch.
 PagedAttentionParams gather_fp8_keys(const PagedAttentionParams& p, const E4M3Query& query,
                                      const AttentionChoice& choice, void* scratch, void* stream);
 

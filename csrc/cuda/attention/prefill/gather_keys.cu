@@ -38,11 +38,11 @@ __global__ void __launch_bounds__(kThreads)
   for (int first = 0; first < p.num_seqs; first += kThreads) {
     const int seq = first + static_cast<int>(threadIdx.x);
     const bool gathered = seq < p.num_seqs && query_range(p, seq).count >= min_query_len;
-    const int keys = seq < p.num_seqs ? key_range(p, seq).count : 0;
-    if (lens != nullptr && seq < p.num_seqs) lens[seq] = keys;
+    const bool counts = seq < p.num_seqs && (gathered || lens != nullptr);
+    const int keys = counts ? key_range(p, seq).count : 0;
     // An empty sequence has rows of zeros, too, which its work tile reads.
     const int64_t wanted = lens != nullptr ? max(keys, 1) : keys;
-    const int64_t length = gathered ? (wanted + align - 1) / align * align : 0;
+    const int64_t length = gathered ? (wanted + align - 1) & -align : 0;
     int64_t sum = length;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(kThreads)
     if (sum <= rows) atomicMax(&end, static_cast<int32_t>(sum));
     __syncthreads();
     if (seq < p.num_seqs) starts[seq] = static_cast<int32_t>(min(sum - length, int64_t{end}));
+    if (lens != nullptr && seq < p.num_seqs) lens[seq] = sum <= rows ? keys : 0;
     before += total;
     __syncthreads();
   }

@@ -45,7 +45,7 @@ struct PrefillFp8Config {
 template <typename Config>
 PrefillMaps prefill_fp8_maps(const PagedAttentionParams& p, const PrefillShape& shape) {
   const PagedKv& kv = p.kv;
-  PrefillMaps maps;
+  PrefillMaps maps{};
   // A dimension counts 16 bits.
   if (shape.query_by_tma) {
     maps.query = encode_tensor_map<4>(
@@ -58,8 +58,7 @@ PrefillMaps prefill_fp8_maps(const PagedAttentionParams& p, const PrefillShape& 
   maps.value = encode_tensor_map<4>(
       kv.value, {kv.block_size / 2, kv.head_size, kv.num_kv_heads, 1},
       {kv.value_dim_stride, kv.value_head_stride, kv.value_head_stride},
-      {Config::kTokens / 2, Config::kHeadSize, 1, 1},
-      Config::kTokens == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+      {Config::kTokens / 2, Config::kHeadSize, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
   return maps;
 }
 
@@ -70,7 +69,8 @@ void launch_prefill_fp8(const PagedAttentionParams& p, const PrefillLaunch& laun
   PrefillShape shape = prefill_shape(p, launch.min_query_len);
   shape.query_by_tma = Config::kRows % shape.group == 0;
   shape.has_concurrent_launch = launch.has_concurrent_launch;
-  shape.concurrent_ratio = concurrent_ratio(p, current_device_model(), Config::kRows, kHeadSize);
+  shape.concurrent_ratio = concurrent_ratio(p, current_device_model(), Config::kRows, kHeadSize) *
+                           (kPrefillCyclesFp8 / kPrefillCycles8Bit);
   static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // raises the limit
   launch_kernel("paged_attention", kKernel, dim3(current_device_model().num_sms),
                 dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,

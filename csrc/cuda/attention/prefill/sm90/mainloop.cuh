@@ -99,6 +99,7 @@ struct PrefillMma {
   uint32_t query[kQueryInRegisters ? kHeadSteps : 1][4];
   float scores[kScoreTiles][4];
   float out[kOutTiles][4];
+  float tile_out[kHas8Bit ? kOutTiles : 1][4];  // of a KV tile; see add_tile_out()
   uint32_t probs[kTokenSteps][4];
   float row_max[2];  // log2 units; see kMaxLogP
   float sum[2];      // partial: of this lane's columns
@@ -155,10 +156,9 @@ struct PrefillMma {
     uint32_t steps[2];    // bytes to the next 16, and to the next 32 tokens
 
     __device__ __forceinline__ explicit ValueLayout(const ValueBoxes& boxes) {
-      if constexpr (kHas8Bit) {  // V^T, a row of kTokens bytes per dimension
-        static_assert(kTokens == 64 || kTokens == 128);
-        descriptor =
-            matrix_descriptor(0, 16, 8 * kTokens, kTokens == 64 ? Swizzle::k64 : Swizzle::k128);
+      if constexpr (kHas8Bit) {  // V^T, a row of 128 bytes per dimension
+        static_assert(kTokens == 128);
+        descriptor = matrix_descriptor(0, 16, 1024, Swizzle::k128);
       } else if constexpr (kRowForm) {
         descriptor = matrix_descriptor(0, kColumnStep, 1024, Swizzle::k128);
         steps[0] = 2048;
@@ -176,13 +176,13 @@ struct PrefillMma {
   // Starts O += P V, one wgmma group. `value`: shared address.
   __device__ __forceinline__ void start_out(const ValueLayout& layout, uint32_t value) {
     warpgroup_fence_operand(probs);
-    warpgroup_fence_operand(out);
+    warpgroup_fence_operand(tensor_out());
     wgmma_fence();
     const DescriptorHalves columns(layout.descriptor | value >> 4);
 #pragma unroll
     for (int step = 0; step < kTokenSteps; ++step) {
       if constexpr (kHas8Bit) {
-        wgmma<Operand, false>(out, probs[step], columns.at(step * 32), true);
+        wgmma<Operand, false>(tile_out, probs[step], columns.at(step * 32), step > 0);
       } else {
         const uint32_t offset = (step & 1) * layout.steps[0] + (step >> 1 & 1) * layout.steps[1] +
                                 (step >> 2) * (kRowForm ? 8192 : 4 * kBoxBytes);
@@ -190,6 +190,26 @@ struct PrefillMma {
       }
     }
     wgmma_commit();
+  }
+
+  // What start_out() writes.
+  __device__ __forceinline__ auto& tensor_out() {
+    if constexpr (kHas8Bit) {
+      return tile_out;
+    } else {
+      return out;
+    }
+  }
+  // 8-bit operands: Hopper keeps 14 bits of their sums, and cuts the rest off. So a KV tile is
+  // summed alone, and added to `out` in float32, as in vLLM's FlashAttention-3.
+  __device__ __forceinline__ void add_tile_out() {
+    if constexpr (kHas8Bit) {
+#pragma unroll
+      for (int i = 0; i < kOutTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[i][j] += tile_out[i][j];
+      }
+    }
   }
 
   // A mask of this lane's columns. Bit 2i + j is column 8i + j, relative to its first column

@@ -186,10 +186,11 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
   };
   const auto end_out = [&] {
     wgmma_wait<0>();
-    warpgroup_fence_operand(tile.out);
+    warpgroup_fence_operand(tile.tensor_out());
     warpgroup_fence_operand(tile.probs);
     barrier_arrive_warp(shared_address(&shared.value_empty[values.index]), lane);
     values.advance();
+    tile.add_tile_out();
   };
   // Epilogue of the work tile in `slot`.
   const auto write_tile = [&](uint32_t slot, const float (&row_max)[2], const float (&sum)[2]) {
@@ -302,7 +303,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       prefetch_tensor_map(&maps.key);
       prefetch_tensor_map(&maps.value);
     }
-    if (!Config::kCacheIs8Bit && p.key_start_loc != nullptr) prefetch_tensor_map(&maps.value_box);
+    if (!Config::kCacheIs8Bit && !kIsFp8<typename Config::Operand> && p.key_start_loc != nullptr) {
+      prefetch_tensor_map(&maps.value_box);
+    }
     if (shape.query_by_tma) prefetch_tensor_map(&maps.query);
   }
   __syncthreads();

@@ -7,8 +7,7 @@ void launch_prefill_fp8(const PagedAttentionParams& p, const PrefillLaunch& laun
   dispatch_16_bit(p.dtype, [&](auto result) {
     using T = decltype(result);
     if (p.kv.head_size <= 64) return launch_prefill_fp8<T, 64>(p, launch, stream);
-    if (p.kv.head_size <= 128) return launch_prefill_fp8<T, 128>(p, launch, stream);
-    launch_prefill_fp8<T, 256>(p, launch, stream);
+    launch_prefill_fp8<T, 128>(p, launch, stream);
   });
 }
 
