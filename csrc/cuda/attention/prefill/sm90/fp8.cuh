@@ -1,9 +1,8 @@
 // Prefill sm90 of e4m3 queries: both products by wgmma of e4m3, at twice the rate of 16 bits.
-//   K, V     gather_fp8_keys.cu has copied them to scratch memory: K [num_kv_heads, rows,
-//   head_size], V^T
-//            [num_kv_heads, head_size, rows]. 8-bit operands of wgmma are contiguous along k, so V
-//            must be transposed
+//   K, V     in scratch memory (gather_fp8_keys.cu): K [num_kv_heads, rows, head_size] and V^T
+//            [num_kv_heads, head_size, rows]. wgmma reads 8-bit operands along k alone
 //   P        up to 2^8.75, rounded to e4m3. Sums of P are of its float32 values
+//   O        of a KV tile by the tensor cores, which keep 14 bits; over KV tiles in float32
 //   scales   k_scale, times that of the queries, is in the softmax scale, v_scale in the result
 // The rest is prefill_kernel.cuh.
 #pragma once

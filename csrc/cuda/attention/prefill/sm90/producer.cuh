@@ -1,6 +1,6 @@
 // Shared memory and mbarriers of the sm90 prefill kernel (prefill_kernel.cuh). This file also has
-// the producer warps for queries, and for K and V of 16 bits. dequant_producer.cuh has the
-// producers of 8-bit caches.
+// the producer warps for queries, and for K and V that TMA copies as wgmma operands.
+// dequant_producer.cuh has the producers of 8-bit caches.
 //
 // Early reads: none. Each producer warp waits for the primary kernel before its first read.
 #pragma once
