@@ -252,9 +252,11 @@ def test_bad_input(device):
         ({"key_cache": key.to(e5m2), "value_cache": value.to(e5m2)},
          "key_cache: expected float8_e4m3fn (from query), got float8_e5m2"),
         ({"key_cache": key.view(torch.uint8)},
-         "key_cache: expected float8_e4m3fn (from query), got uint8"),
+         "key_cache: expected float8_e4m3fn (from query), got uint8; say what its bytes are with "
+         ".view(torch.float8_e4m3fn)"),
         ({"value_cache": value.to(e5m2)}, "value_cache: expected float8_e4m3fn (from key_cache)"),
-        ({"query": query.to(e5m2)}, "query: expected float32, float16 or bfloat16, got float8_e5"),
+        ({"query": query.to(e5m2)},
+         "query: expected float32, float16, bfloat16 or float8_e4m3fn, got float8_e5m2"),
         ({"out": query.float()}, "out: expected float16 or bfloat16, got float32"),
         ({"out": torch.empty_like(case.query)}, "out: expected float16 or bfloat16, got float8_e4"),
         ({"query": query, "q_scale": one},
