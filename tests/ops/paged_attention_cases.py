@@ -94,7 +94,8 @@ class Case:
 
     def multiplies_in_8_bits(self) -> bool:
         """Whether an e4m3 query, or a part of it, is multiplied as it is."""
-        return self.query.is_cuda and IN_8_BITS in self.explained()
+        is_e4m3 = self.query.dtype == torch.float8_e4m3fn
+        return is_e4m3 and self.query.is_cuda and IN_8_BITS in self.explained()
 
     def rounded(self) -> Case:
         """The case over K and V rounded to the query's dtype, which a gather makes of int4."""
