@@ -248,14 +248,14 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_eight_bits_are_given_on_as_they_are(device):
+def test_eight_bits_are_passed_on_unchanged(device):
     """One row of descales for all: no op of torch computes."""
     q, k, v = (torch.randn(n, h, 64).to(device, torch.float8_e4m3fn) for n, h in
                ((8, 4), (29, 2), (29, 2)))  # fmt: skip
     starts, keys = starts_of([3, 5], device), starts_of([20, 9], device)
     one, row = torch.rand(1, 1, device=device) + 0.5, torch.rand(2, device=device) + 0.5
-    for given in (None, one, row, row[None], row.expand(2, 2)):
-        scale = given if given is None else given.flatten()[: 1 if given is one else 2]
+    for given in (None, one, one.expand(2, 2), one[0].expand(2), row, row[None], row.expand(2, 2)):
+        scale = given if given is None else given.flatten()[:2].contiguous()
         want = vllm_kernels.varlen_attention(
             q, k, v, starts, keys, q_scale=scale, k_scale=scale, v_scale=scale, causal=False
         )
@@ -264,8 +264,9 @@ def test_eight_bits_are_given_on_as_they_are(device):
             got = FA3.flash_attn_varlen_func(
                 q, k, v, starts, keys, 8, 20, return_softmax_lse=True, **descales
             )[0]
-        views = {"aten::select", "aten::expand", "aten::view", "aten::new_empty", "aten::t"}
-        assert set(ops.names) - views == {"vllm_kernels::varlen_attention", "aten::clone"}
+        views = {"aten::select", "aten::slice", "aten::expand", "aten::view", "aten::t"}
+        others = [name for name in ops.names if name not in views | {"aten::new_empty"}]
+        assert others == ["vllm_kernels::varlen_attention", "aten::clone"]  # of lse
         assert got.dtype == torch.bfloat16 and torch.equal(got, want)
     pages = [x[:28].view(7, 4, 2, 64) for x in (k, v)]
     table, lens = ints([3, 1, 0, 2, 5, 6], device).view(2, 3), ints([9, 12], device)

@@ -209,6 +209,31 @@ def test_what_is_not_served_raises_by_name():
             call()
 
 
+def test_queries_in_8_bits_are_refused():
+    """The result has the query's dtype, which no kernel writes."""
+    cache = Cache("cpu", torch.float32, "NHD", [5])
+    q, pages = (x.to(torch.float8_e4m3fn) for x in (torch.ones(1, HEADS, SIZE), cache.both))
+    keys, sizes = pages[0, 0], (HEADS, KV_HEADS, SIZE)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    decode.plan(*cache.table(), *sizes, PAGE)
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"))
+    prefill.plan(ints(0, 1), *cache.table(), *sizes, PAGE)
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"))
+    ragged.plan(ints(0, 1), ints(0, PAGE), *sizes)
+    refused = "q: expected float32, float16 or bfloat16, got float8_e4m3fn$"
+    for name, call in (
+        (r"Batch\w+.run", lambda: decode.run(q, pages)),
+        (r"Batch\w+.run", lambda: prefill.run(q, pages)),
+        (r"Batch\w+.run", lambda: ragged.run(q, keys, keys)),
+        ("single_decode_with_kv_cache",
+         lambda: flashinfer.single_decode_with_kv_cache(q[0], keys, keys)),
+        ("single_prefill_with_kv_cache",
+         lambda: flashinfer.single_prefill_with_kv_cache(q, keys, keys)),
+    ):  # fmt: skip
+        with raises(f"^{name}: {refused}"):
+            call()
+
+
 @pytest.mark.parametrize(
     "name", ["BatchAttention", "fast_decode_plan", "rmsnorm", "xqa", "nothing"]
 )

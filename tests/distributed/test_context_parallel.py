@@ -281,6 +281,17 @@ def test_bad_calls(change: dict[str, Any], message: str) -> None:
     assert str(raised.value) == f"ContextParallel{message}"
 
 
+def test_queries_in_8_bits_are_refused() -> None:
+    parallel = ContextParallel(shards=2)
+    dealt = dealt_case(parallel, [40], stored=torch.float8_e4m3fn)
+    with pytest.raises(Error) as raised:
+        parallel.attend(
+            dealt.case.query.to(torch.float8_e4m3fn), *dealt.arguments(), **dealt.options
+        )
+    expected = "query: expected float32, float16 or bfloat16, got float8_e4m3fn"
+    assert str(raised.value) == f"ContextParallel.attend: {expected}"
+
+
 def test_positions_need_a_power_of_two() -> None:
     parallel = ContextParallel(shards=2, interleave=3)
     dealt = dealt_case(parallel, [40])

@@ -19,6 +19,7 @@ from vllm_kernels import reference
 NAN = float("nan")
 GARBAGE = (-1, 2**30, -(2**31), 2**31 - 1)
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
+IN_8_BITS = "multiplied in 8 bits"  # as explain has it
 
 
 @dataclass
@@ -82,21 +83,19 @@ class Case:
         bits has it. So weights and the log-sum-exp are as inexact as such keys make them."""
         if "k_token_scales" not in self.options or not self.query.is_cuda:
             return False
+        return "prefill" in self.explained().split("because")[0]
+
+    def explained(self) -> str:
         options = {**self.options, "max_query_len": self.max_query_len}
-        op = vllm_kernels.paged_attention
-        return "prefill" in vllm_kernels.explain(op, *self.tensors(), **options).split("because")[0]
+        return vllm_kernels.explain(vllm_kernels.paged_attention, *self.tensors(), **options)
 
     def kv_heads(self) -> int:
         return self.key_cache.shape[2 if self.options["layout"] == "NHD" else 1]
 
     def multiplies_in_8_bits(self) -> bool:
-        """Whether a prompt's kernel on Hopper may multiply an e4m3 query as it is."""
-        if self.query.dtype != torch.float8_e4m3fn or not self.query.is_cuda:
-            return False
-        if self.options.get("softcap") or self.options.get("alibi_slopes") is not None:
-            return False
-        rows = len(self.query) * self.query.shape[1] // self.kv_heads()
-        return rows >= 1024 and torch.cuda.get_device_capability()[0] == 9
+        """Whether an e4m3 query, or a part of it, is multiplied as it is."""
+        is_e4m3 = self.query.dtype == torch.float8_e4m3fn
+        return is_e4m3 and self.query.is_cuda and IN_8_BITS in self.explained()
 
     def rounded(self) -> Case:
         """The case over K and V rounded to the query's dtype, which a gather makes of int4."""
@@ -280,6 +279,7 @@ def alone(case: Case, seq: int) -> tuple[Case, slice]:
 def assert_right(case: Case, *results: Tensor | tuple[Tensor, Tensor]) -> None:
     """Each out or (out, lse) within what the dtype and the length explain: see assert_near()."""
     spread, lost, rounds_keys = case.spread(), case.lost(), case.rounds_keys()
+    in_8_bits = case.multiplies_in_8_bits()
     cases = [case]
     if rounds_keys and "k_token_zeros" in case.options:  # a concurrent launch may gather nothing
         cases.append(case.rounded())
@@ -289,7 +289,7 @@ def assert_right(case: Case, *results: Tensor | tuple[Tensor, Tensor]) -> None:
         nearest = (outs - got).norm(dim=-1).argmin(0, keepdim=True)
         want = outs.take_along_dim(nearest[..., None], 0)[0]
         lses = None if lse is None else (lse, out_lses.take_along_dim(nearest, 0)[0])
-        assert_near_for(case, got, want, spread, lses, lost, rounds_keys)
+        assert_near_for(case, got, want, spread, lses, lost, rounds_keys, in_8_bits)
 
 
 def assert_near_for(
@@ -300,10 +300,11 @@ def assert_near_for(
     lses: tuple[Tensor, Tensor] | None,
     lost: float = 0.0,
     rounds_keys: bool = False,
+    in_8_bits: bool = False,
 ) -> None:
     """assert_near() or assert_near_in_8_bits(), as the case is computed."""
     assert got.dtype == (case.dtype or case.query.dtype)
-    if case.multiplies_in_8_bits():
+    if in_8_bits:
         return assert_near_in_8_bits(got, want, spread, lses)
     query = case.query.float()
     if case.options.get("q_scale") is not None:
@@ -316,16 +317,16 @@ def assert_near_for(
 def assert_near_in_8_bits(
     got: Tensor, want: Tensor, spread: Tensor, lses: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Weights are rounded to e4m3, each by 2^-4 of it at most."""
+    """Weights are rounded to e4m3, each by 2^-4 of it at most. The sums of Q K^T are truncated."""
     assert got.shape == want.shape
     assert not got.isnan().any(), "NaN in the result"
     error = (got.double() - want).abs()
     worst = (error / (2.0**-4 * 1.15 * spread + 1e-3)).max().item()
     assert worst <= 1, f"off by {worst:.2f} times what is allowed, max |error| {error.max():.3e}"
     relative = (error.norm() / want.norm()).item()
-    assert relative <= 2.5e-2, f"relative error {relative:.2e}"
+    assert relative <= 3.5e-2, f"relative error {relative:.2e}"
     if lses is not None:
-        torch.testing.assert_close(lses[0].double(), lses[1], rtol=1e-3, atol=1e-2)
+        torch.testing.assert_close(lses[0].double(), lses[1], rtol=2e-3, atol=2e-2)
 
 
 def assert_near(

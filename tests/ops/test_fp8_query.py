@@ -7,31 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import (
-    assert_compiles,
-    assert_graph_replays,
-    ints,
-    needs_cuda_library,
-    opcheck_float8,
-    raises,
-)
-from paged_attention_cases import (
-    NAN,
-    Case,
-    assert_near_for,
-    assert_right,
-    check,
-    make_case,
-    per_head,
-    query_scales,
-    with_e4m3_query,
-)
+from fp8_query_cases import BF16, E4M3, check_varlen, e4m3_case, moved
+from helpers import assert_compiles, ints, opcheck_float8, raises
+from paged_attention_cases import NAN, Case, assert_right, check, per_head, query_scales
 from torch import Tensor
 
 import vllm_kernels
-from vllm_kernels import reference
 
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TAILS = [1, 127, 128, 129, 257]
 
 
@@ -39,18 +21,6 @@ TAILS = [1, 127, 128, 129, 257]
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """Of out."""
     return request.param
-
-
-def e4m3_case(
-    device: str,
-    lens: list[int],
-    queries: list[int] | None = None,
-    q_scale: Tensor | None = None,
-    dtype: torch.dtype = BF16,
-    **options: object,
-) -> Case:
-    case = make_case(device, dtype, lens, queries, stored=E4M3, **options)
-    return with_e4m3_query(case, q_scale)
 
 
 def upcast(case: Case) -> Case:
@@ -129,30 +99,6 @@ def test_a_table_for_each_kv_head(device):
         replace(case.with_options(**two), block_tables=tables).run()
 
 
-def check_varlen(case: Case, **options: object) -> None:
-    """The sequences of a case of layout NHD, with contiguous keys."""
-    lens, device = case.seq_lens.tolist(), case.query.device
-    key, value = (
-        torch.cat([
-            cache[table[: -(-length // 16)].long()].flatten(0, 1)[:length]
-            for table, length in zip(case.block_tables, lens)
-        ])
-        for cache in (case.key_cache, case.value_cache)
-    )  # fmt: skip
-    starts = case.options["query_start_loc"], ints([0, *lens], device).cumsum(0).int()
-    names = "k_scale", "v_scale", "q_scale"
-    options |= {name: case.options[name] for name in names}
-    got = vllm_kernels.varlen_attention(
-        case.query, key, value, *starts, max_query_len=case.max_query_len, out=case.unset_out(),
-        return_lse=True, **options,
-    )  # fmt: skip
-    want, lse = reference.varlen_attention(case.query, key, value, *starts, **options)
-    absolute = value.float().abs()
-    spread, _ = reference.varlen_attention(case.query, key, absolute, *starts, **options)
-    case = case.with_options(softcap=options.get("softcap", 0.0))
-    assert_near_for(case, got[0], want, spread, (got[1], lse))
-
-
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": (70, 0)},
                                      {"causal": False, "window": (40, 20)}, {"softcap": 20.0},
                                      {"sinks": per_head(8, -1, 1)}],
@@ -174,46 +120,6 @@ def test_bits_of_the_upcast_query(device, layout, dtype):
         assert_right(upcast(case), case.run())
 
 
-@needs_cuda_library
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("layout", ["vllm", "NHD", "HND"])
-@pytest.mark.parametrize(
-    "lens, queries",
-    [([2048], [2048]), ([300, 280, 311, 257, 299, 1, 290, 128], None), ([4024], [1024])],
-    ids=["prompt", "ragged", "chunk"],
-)
-def test_large_prompts(layout, head_size, lens, queries):
-    for heads in ((16, 16), (16, 4), (16, 2)):
-        sizes = {"heads": heads[0], "kv_heads": heads[1], "head_size": head_size, "layout": layout}
-        q_scale = query_scales(heads[1])
-        check(e4m3_case("cuda", lens, queries or lens, q_scale, **sizes, scales_per_head=True))
-
-
-@needs_cuda_library
-@pytest.mark.parametrize("options", [{"causal": False}, {}, {"window": (300, 0)}], ids=str)
-def test_large_varlen(options):
-    sizes = {"heads": 16, "kv_heads": 4, "head_size": 128, "layout": "NHD"}
-    check_varlen(e4m3_case("cuda", [2048], [2048], query_scales(4), **sizes), **options)
-    lens = [300, 280, 311, 257, 299, 1, 290, 128]
-    check_varlen(e4m3_case("cuda", lens, lens, query_scales(4), **sizes), **options)
-
-
-@needs_cuda_library
-@pytest.mark.parametrize("page", [16, 64])
-def test_large_windows(layout, page):
-    """Pages before the window hold NaN, and then have the id -1."""
-    sizes = {"heads": 16, "kv_heads": 4, "head_size": 128, "layout": layout, "block_size": page}
-    case = e4m3_case("cuda", [4024], [1024], query_scales(4), **sizes, sliding_window=500)
-    want = case.run()
-    assert_right(case, want, case.run_with_lse())
-    unseen = (3000 - 499) // page
-    for cache in (case.key_cache, case.value_cache):
-        cache[case.block_tables[0, :unseen].long()] = torch.tensor(NAN, device="cuda").to(E4M3)
-    assert torch.equal(case.run(), want)
-    case.block_tables[0, :unseen] = -1
-    assert torch.equal(case.run(), want)
-
-
 # --- memory
 
 
@@ -224,6 +130,18 @@ def test_strided_query(device):
         packed = torch.full((tokens, heads + 4, size), NAN, device=device).to(E4M3)
         packed[:, 2:-2] = case.query
         assert torch.equal(replace(case, query=packed[:, 2:-2]).run(), case.run())
+
+
+def test_query_of_an_odd_address_or_of_one_row(device):
+    case = e4m3_case(device, [40, 400], [7, 300], query_scales(2), head_size=128)
+    assert_right(case, replace(case, query=moved(case.query, 1)).run())
+    one = replace(case, query=case.query[:1].expand(len(case.query), -1, -1))
+    assert one.query.stride(0) == 0 and not one.multiplies_in_8_bits()
+    out = case.unset_out()
+    vllm_kernels.paged_attention(
+        *one.tensors(), **case.options, max_query_len=case.max_query_len, out=out
+    )
+    assert_right(one, out)
 
 
 def test_out(device):
@@ -252,9 +170,11 @@ def test_bad_input(device):
         ({"key_cache": key.to(e5m2), "value_cache": value.to(e5m2)},
          "key_cache: expected float8_e4m3fn (from query), got float8_e5m2"),
         ({"key_cache": key.view(torch.uint8)},
-         "key_cache: expected float8_e4m3fn (from query), got uint8"),
+         "key_cache: expected float8_e4m3fn (from query), got uint8; say what its bytes are with "
+         ".view(torch.float8_e4m3fn)"),
         ({"value_cache": value.to(e5m2)}, "value_cache: expected float8_e4m3fn (from key_cache)"),
-        ({"query": query.to(e5m2)}, "query: expected float32, float16 or bfloat16, got float8_e5"),
+        ({"query": query.to(e5m2)},
+         "query: expected float32, float16, bfloat16 or float8_e4m3fn, got float8_e5m2"),
         ({"out": query.float()}, "out: expected float16 or bfloat16, got float32"),
         ({"out": torch.empty_like(case.query)}, "out: expected float16 or bfloat16, got float8_e4"),
         ({"query": query, "q_scale": one},
@@ -359,29 +279,3 @@ def test_meta_tensors():
         assert got.is_meta and got.dtype == BF16 and got.shape == case.query.shape
     with raises(r"^paged_attention: q_scale: expected one element, or num_kv_heads = 2"):
         vllm_kernels.paged_attention(*meta, layout="NHD", q_scale=torch.ones(3, device="meta"))
-
-
-@needs_cuda_library
-@pytest.mark.parametrize("lens", [[300, 40], [1500, 700]], ids=str)
-def test_cuda_graph(lens):
-    for queries in (None, [min(600, length) for length in lens]):
-        case = e4m3_case("cuda", lens, queries, query_scales(2), head_size=128)
-        other = torch.randn(case.query.shape, device="cuda").to(E4M3)
-        query, q_scale = case.query.clone(), case.options["q_scale"].clone()
-        out = case.unset_out()
-        call = replace(case, query=query).with_options(q_scale=q_scale, out=out)
-
-        def run(call: Case = call) -> None:
-            vllm_kernels.paged_attention(
-                *call.tensors(), **call.options, max_query_len=call.max_query_len
-            )
-
-        def refill(query: Tensor = query, other: Tensor = other, scale: Tensor = q_scale) -> None:
-            query.copy_(other)
-            scale.mul_(2)
-
-        def want(case: Case = case, other: Tensor = other) -> Tensor:
-            scale = 2 * case.options["q_scale"]
-            return replace(case, query=other).with_options(q_scale=scale).run()
-
-        assert_graph_replays(run, refill, out, want)

@@ -31,7 +31,7 @@ from ._checks import (
     size_step,
     wrong,
 )
-from ._options import Options, floats
+from ._options import Options, floats, row_of
 from ._rows import int32, int32_table, rows_contiguous, token_seqs
 
 _SCORES = {
@@ -58,7 +58,7 @@ def _query_and_scale(
         descale = descale.reshape(1, -1)
     whole = descale is None or descale.shape[0] == 1 or descale.stride(0) == 0
     if whole and len(query) and query.dtype == keys.dtype == values.dtype == torch.float8_e4m3fn:
-        return query, None if descale is None else floats(descale[0])
+        return query, None if descale is None else floats(row_of(descale))
     rows = query.float()
     if descale is not None:
         per_token = descale[:1] if whole else descale

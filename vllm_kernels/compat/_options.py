@@ -115,7 +115,7 @@ class Options:
             and value.stride(0) != 0
         }
         whole = {
-            name: None if value is None or not batch else value[0] if value.dim() == 2 else value
+            name: None if value is None or not batch else row_of(value, name != "alibi_slopes")
             for name, value in values.items()
             if name not in per_row
         }
@@ -139,6 +139,13 @@ def _is_window(value: object) -> bool:
 def _is_finite(value: object) -> bool:
     # A float first: asking an abstract class costs 1 us.
     return isinstance(value, float | int | Real) and isfinite(value)
+
+
+def row_of(value: Tensor, is_scale: bool = True) -> Tensor:
+    """That of all sequences. Of a scale that is expanded over heads one element, which is no copy
+    in :func:`floats`."""
+    row = value[0] if value.dim() == 2 else value
+    return row[:1] if is_scale and row.dim() == 1 and row.stride(0) == 0 else row
 
 
 def floats(value: Tensor | None) -> Tensor | None:

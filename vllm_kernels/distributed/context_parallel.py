@@ -12,6 +12,7 @@ from torch import Tensor
 from .._types import Layout
 from ..errors import InvalidArgument, InvalidIndex, InvalidType
 from ..ops import combine_attn_partials, paged_attention, varlen_attention
+from ..ops._common import refuse_8_bit_query
 
 __all__ = ["ContextParallel"]
 
@@ -205,8 +206,8 @@ class ContextParallel:
         ALiBi work, and several query tokens per sequence need no ``key`` once they are stored.
 
         Args:
-            query: [num_tokens, num_heads, head_size], this rank's heads, as
-                :func:`vllm_kernels.paged_attention` has them. Rank r has the heads
+            query: [num_tokens, num_heads, head_size], this rank's heads, float32,
+                float16 or bfloat16. Rank r has the heads
                 ``r * num_heads ..`` of the group. All heads without a group.
             key_cache, value_cache: This rank's cache. [shards, ...] or a list without a group.
             block_tables: [num_seqs, blocks] int32, this rank's blocks; [shards, num_seqs, blocks]
@@ -248,6 +249,7 @@ class ContextParallel:
             raise InvalidArgument(
                 f"ContextParallel.attend: exchange: expected all_to_all or gather, got {exchange!r}"
             )
+        refuse_8_bit_query("ContextParallel.attend", "query", query)
         if seq_lens is None:
             _refuse_positions(alibi_slopes, sliding_window)
         _refuse_other_keys(query, key, value, query_start_loc, seq_lens)

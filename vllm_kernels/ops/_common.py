@@ -75,6 +75,15 @@ def check_tensors(function: str, **values: object) -> None:
             raise InvalidType(f"{function}: {name}: expected a tensor, got {kind}")
 
 
+def refuse_8_bit_query(function: str, name: str, query: Tensor) -> None:
+    """For functions that do not take queries in 8 bits, though an op behind them does."""
+    if query.dtype.itemsize == 1:
+        got = str(query.dtype).removeprefix("torch.")
+        raise InvalidArgument(
+            f"{function}: {name}: expected float32, float16 or bfloat16, got {got}"
+        )
+
+
 def require_list(op: str, name: str, caches: object) -> None:
     if not isinstance(caches, list | tuple):
         got = (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._types import Layout
 from ..errors import Error, InvalidArgument, InvalidType
-from ._common import check_tensors, shape_of
+from ._common import check_tensors, refuse_8_bit_query, shape_of
 from ._refusals import renamed
 from .merge_attn_states import combine_attn_partials
 from .paged_attention import paged_attention
@@ -310,10 +310,7 @@ def cascade_attention(
                 "cascade_attention: num_common_blocks: expected an int, a tensor or a CascadePlan, "
                 f"got {num_common_blocks!r:.40}"
             ) from None
-    if query.dtype == torch.float8_e4m3fn:
-        raise InvalidArgument(
-            f"{NAME}: query: expected float32, float16 or bfloat16, got float8_e4m3fn"
-        )
+    refuse_8_bit_query(NAME, "query", query)
     try:
         no_common = isinstance(num_common_blocks, int) and num_common_blocks == 0
         if block_tables.shape[0] == 0 or no_common:

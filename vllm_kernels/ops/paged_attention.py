@@ -216,15 +216,15 @@ def paged_attention(
     arXiv:2408.00118; sinks: Xiao et al. 2024, arXiv:2309.17453, as logits of gpt-oss.)
 
     Slots that are visible to no query token of the sequence may hold anything. The visible ones of
-    V should be finite: in 16 bits on CUDA a tile of query tokens is multiplied with V at once, with
-    weight 0 for invisible tokens, and 0 * NaN is NaN. So NaN or infinity in V of
+    V should be finite: on CUDA, but not in float32, a tile of query tokens is multiplied with V at
+    once, with weight 0 for invisible tokens, and 0 * NaN is NaN. So NaN or infinity in V of
     a later query token may reach earlier ones of the same sequence and KV head, and nothing else.
 
     A float8_e4m3fn query may be multiplied in 8 bits, as FlashAttention-3 does (Shah et al. 2024,
-    arXiv:2407.08608). On Hopper that is done for prompts of 1024 query rows a KV head or more,
-    without softcap and ALiBi: Q K^T multiplies e4m3, weights are rounded to e4m3, sums are float32.
-    The relative error is then about 1.2e-2 instead of 1.3e-3. A CPU, and all other kernels on CUDA,
-    first convert the query to the 16 bits of out.
+    arXiv:2407.08608): large prompts on Hopper, under the conditions of docs/attention.md. Then
+    Q K^T multiplies e4m3, and weights are rounded to e4m3. The relative error is about 2.5e-2 where
+    rows see many keys, instead of 1.3e-3. All other calls first convert the query to the 16 bits of
+    out.
 
     Args:
         query: [num_tokens, num_heads, head_size], float32, float16, bfloat16 or float8_e4m3fn; the

@@ -143,7 +143,7 @@ def varlen_attention(
         window: (left, right): visible keys before and after the position; -1: all.
         k_scale, v_scale: for 8-bit keys and values, as :func:`paged_attention` has them.
         scale, alibi_slopes, softcap, sinks, max_query_len, out, return_lse, workspace, q_scale:
-            likewise. What multiplies an 8-bit query is said there, too.
+            likewise. That also says in which precision an 8-bit query is multiplied.
 
     Warning:
         On CUDA a call may never end if the starts change while it runs, or if another call uses its

@@ -259,7 +259,7 @@ Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tens
   Queries queries;
   Size &num_tokens = queries.num_tokens, &num_heads = queries.num_heads;
   Argument& q = queries.query = expect.tensor("query", query);
-  if (e4m3 == EightBitQuery::kRefused || !q.is_e4m3()) q.floating();
+  q.floating(e4m3 == EightBitQuery::kTaken);
   require_contiguous_heads(q.shape({&num_tokens, &num_heads, &head_size}), num_tokens);
   Argument& o = queries.out = expect.tensor("out", out);
   queries.e4m3.on = q.is_e4m3();

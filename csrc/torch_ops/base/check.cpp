@@ -88,10 +88,12 @@ DType Argument::dtype() const {
   return *dtype;
 }
 
-Argument& Argument::floating() {
+Argument& Argument::floating(bool or_e4m3) {
+  if (or_e4m3 && is_e4m3()) return *this;
   const std::optional<DType> dtype = known_dtype(scalar_type_);
   if (!dtype || size_of(*dtype) == 1) {
-    fail("expected float32, float16 or bfloat16, got " + dtype_text(scalar_type_));
+    const std::string last = or_e4m3 ? ", bfloat16 or float8_e4m3fn" : " or bfloat16";
+    fail("expected float32, float16" + last + ", got " + dtype_text(scalar_type_));
   }
   return *this;
 }
@@ -99,7 +101,7 @@ Argument& Argument::floating() {
 Argument& Argument::same_dtype(const Argument& as) {
   if (scalar_type_ != as.scalar_type_) {
     fail("expected " + dtype_text(as.scalar_type_) + " (from " + as.name_ + "), got " +
-         dtype_text(scalar_type_));
+         dtype_text(scalar_type_) + (as.is_e4m3() ? uint8_hint() : ""));
   }
   return *this;
 }

@@ -66,7 +66,7 @@ class Argument {
   }
 
   // --- checks on the element type
-  Argument& floating();  // float32, float16 or bfloat16
+  Argument& floating(bool or_e4m3 = false);  // float32, float16 or bfloat16
   Argument& same_dtype(const Argument& as);
   Argument& float32() { return exactly(aoti_torch_dtype_float32(), "; cast it with .float()"); }
   Argument& int32() { return exactly(aoti_torch_dtype_int32(), "; cast it with .int()"); }

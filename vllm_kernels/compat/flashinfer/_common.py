@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidArgument, InvalidType, Unsupported
+from ...ops._common import refuse_8_bit_query
 from .._checks import check_tensors, refuse
 
 KvLayout = Literal["NHD", "HND"]
@@ -126,6 +127,7 @@ class Wrapper:
         refuse(name, args=args or None)
         scores = self._options(name)
         check_tensors(name, **tensors)
+        refuse_8_bit_query(name, "q", tensors["q"])
         same_dtype(name, "o_data_type", self._o_dtype, tensors["q"])
         return scores
 

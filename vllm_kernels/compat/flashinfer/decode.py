@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops import varlen_attention
+from ...ops._common import refuse_8_bit_query
 from .._checks import check_tensors, refuse
 from ._common import KvLayout, PagedKvCache, Scores, check_layout, finish
 from ._pages import PagedWrapper, Pages
@@ -65,6 +66,7 @@ def single_decode_with_kv_cache(
     name = "single_decode_with_kv_cache"
     check_layout(name, kv_layout)
     check_tensors(name, q=q, k=k, v=v)
+    refuse_8_bit_query(name, "q", q)
     scores = Scores.read(name, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops import varlen_attention
+from ...ops._common import refuse_8_bit_query
 from .._checks import check_tensors, refuse
 from ._common import KvLayout, PagedKvCache, Scores, Wrapper, check_layout, finish, same_dtype
 from ._pages import PagedWrapper, Pages, Starts
@@ -69,6 +70,7 @@ def single_prefill_with_kv_cache(
     name = "single_prefill_with_kv_cache"
     check_layout(name, kv_layout)
     check_tensors(name, q=q, k=k, v=v)
+    refuse_8_bit_query(name, "q", q)
     same_dtype(name, "o_dtype", o_dtype, q)
     scores = Scores.read(
         name, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, custom_mask=custom_mask,
