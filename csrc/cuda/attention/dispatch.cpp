@@ -8,7 +8,8 @@
 //   6  many query rows otherwise                                              prefill sm80
 //   7  scales of tokens, which sm80 lacks, where decode can                   decode
 //   8  anything else                                                          SIMT
-// e4m3 queries take the same way as 16-bit ones. Where 5 takes them, it may multiply in 8 bits.
+// e4m3 queries take the same way as 16-bit ones. Where 5 takes them, it may multiply in 8 bits
+// (dispatch_e4m3.cpp).
 // After 5 and 6, a mixed batch gets a concurrent decode launch for its short sequences.
 // ../README.md has the same table with exact conditions. Thresholds are in heuristics.h.
 // KernelChoice::obstacles has the reasons against each faster kernel; dispatch_words.cpp puts them
@@ -19,6 +20,7 @@
 #include <bit>
 #include <stdexcept>
 
+#include "cuda/attention/alignment.h"
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/workspace.h"
 
@@ -29,36 +31,8 @@ int group_of(const PagedAttentionParams& p) {
   return p.num_heads / p.kv.num_kv_heads;
 }
 
-bool is_aligned(const void* pointer, int bytes) {
-  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
-}
-
 uint32_t when(bool condition, Obstacle obstacle) {
   return condition ? obstacle : kNoObstacle;
-}
-
-// Whether a stride of the cache is a multiple of `bytes` that 32 bits hold in units of 16 bytes.
-bool fits_stride(const PagedKv& kv, int64_t stride, int bytes = 16) {
-  const int64_t length = stride * size_of(kv.dtype);
-  return stride >= 0 && length % bytes == 0 && length / 16 <= UINT32_MAX;
-}
-
-// Whether scales and zeros of tokens can be read four at a time.
-bool scales_are_aligned(const TokenScales& scales) {
-  const auto fits = [](int64_t stride) { return stride % 4 == 0; };
-  return is_aligned(scales.key, 16) && is_aligned(scales.value, 16) &&
-         is_aligned(scales.key_zero, 16) && is_aligned(scales.value_zero, 16) &&
-         fits(scales.key_block_stride) && fits(scales.key_head_stride) &&
-         fits(scales.value_block_stride) && fits(scales.value_head_stride);
-}
-
-bool cache_is_aligned(const PagedAttentionParams& p) {
-  const PagedKv& kv = p.kv;
-  return scales_are_aligned(p.token_scales) && is_aligned(kv.key, 16) && is_aligned(kv.value, 16) &&
-         fits_stride(kv, kv.key_block_stride) && fits_stride(kv, kv.key_head_stride) &&
-         fits_stride(kv, kv.value_block_stride) && fits_stride(kv, kv.value_head_stride) &&
-         (kv.layout == KvLayout::kVllm ||
-          (fits_stride(kv, kv.key_token_stride) && fits_stride(kv, kv.value_token_stride)));
 }
 
 // The head sizes of the decode kernels, in values. An int4 cache has none of 64.
@@ -174,34 +148,6 @@ void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles,
     choice.gathered_rows = room;
     choice.gathers_some = true;
   }
-}
-
-// e4m3 queries: sets whether prefill sm90 multiplies in 8 bits. `choice` is that of the same call
-// with 16-bit queries. Few rows do not pay for the copy of K and V. The room depends on the batch.
-void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
-  const PagedKv& kv = p.kv;
-  const bool packs_pages = kv.layout != KvLayout::kVllm ||
-                           (kv.block_size % 16 == 0 && fits_stride(kv, kv.key_chunk_stride) &&
-                            fits_stride(kv, kv.value_dim_stride));
-  const auto padded = [](int64_t tokens) { return (tokens + kFp8Rows - 1) / kFp8Rows * kFp8Rows; };
-  const int64_t longest = std::clamp(p.max_seq_len, int64_t{1}, kMaxGatherBytes);  // no overflow
-  // Behind the sequences there are rows of zeros.
-  const int64_t rows =
-      kFp8Rows + (p.key_start_loc != nullptr ? padded(longest + int64_t{p.num_seqs} * kFp8Rows)
-                                             : p.num_seqs * padded(longest));
-  const bool has_room = rows <= kMaxGatherBytes / Fp8Scratch(p, 1).value / 2;
-  const bool fits =
-      choice.main.kernel == AttentionKernel::kPrefillSm90 && p.fixed_split_size == 0 &&
-      kv.dtype == DType::kFp8E4M3 && p.head_size() <= kMaxHeadSizeFp8 && !p.modifies_scores() &&
-      cache_is_aligned(p) && packs_pages && is_aligned(p.query, 16) && p.query_stride % 16 == 0 &&
-      p.query_stride > 0 && int64_t{p.max_query_len} * group_of(p) >= kGatherRows && has_room;
-  if (fits) {
-    choice.fp8_rows = rows;
-    choice.gathered_rows = 0;
-    choice.gathers_some = false;
-    choice.main.padded_head_size = p.head_size() <= 64 ? 64 : kMaxHeadSizeFp8;
-  }
-  choice.upcasts_query = !fits || choice.has_concurrent_decode;
 }
 
 // Reasons to run decode where both kinds of kernel could run. With few rows, prefill has tiles for
@@ -441,20 +387,6 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
     choice.concurrent_decode = choose_decode(concurrent_params(p, choice), device);
   }
   return choice;
-}
-
-AttentionChoice choose_e4m3_kernel(const PagedAttentionParams& p, const DeviceModel& device) {
-  alignas(16) static char memory[16];  // as aligned as the queries in 16 bits
-  AttentionChoice choice = choose_kernel(with_upcast_query(p, memory), device);
-  choose_fp8(p, choice);
-  return choice;
-}
-
-PagedAttentionParams with_upcast_query(const PagedAttentionParams& p, const void* query) {
-  PagedAttentionParams others = p;
-  others.query = query;
-  others.query_stride = int64_t{p.num_heads} * p.head_size();
-  return others;
 }
 
 PagedAttentionParams concurrent_params(const PagedAttentionParams& p,

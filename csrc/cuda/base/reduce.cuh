@@ -1,4 +1,4 @@
-// Reductions (sum, max) across a warp and across a CTA.
+// Reductions (sum, max) across a warp and across a CTA, and a search by a warp.
 #pragma once
 #include <cstdint>
 
@@ -96,6 +96,22 @@ __device__ __forceinline__ uint32_t block_max(uint32_t value) {
   const int lane = threadIdx.x % kWarpSize;
   const int warps = (blockDim.x + kWarpSize - 1) / kWarpSize;
   return __reduce_max_sync(0xffffffffu, lane < warps ? partial[lane] : 0);
+}
+
+// Counts the values <= bound in an ascending array. A 32-way search: each round probes one value a
+// lane. All lanes of a warp call it.
+__device__ __forceinline__ int count_up_to(const int32_t* values, int count, int bound) {
+  const int lane = threadIdx.x % 32;
+  int low = 0, high = count;  // the result lies in [low, high]
+  while (low < high) {
+    const int step = (high - low + 31) / 32;
+    const int at = low + (lane + 1) * step - 1;  // last value of this lane's interval
+    const bool within = at < high && values[at] <= bound;
+    const uint32_t beyond = ~__ballot_sync(0xffffffffu, within);
+    low += (beyond == 0 ? 32 : __ffs(beyond) - 1) * step;
+    high = min(low + step - 1, high);
+  }
+  return low;
 }
 
 }  // namespace vllm_kernels::cuda

@@ -18,7 +18,7 @@
 #include "cuda/attention/prefill/gather_keys.h"
 #include "cuda/base/fast_divmod.cuh"
 #include "cuda/base/launch.cuh"
-#include "cuda/cache/paged_tokens.cuh"
+#include "cuda/base/reduce.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {

@@ -1,0 +1,57 @@
+// The choice for e4m3 queries: that of the same call with 16-bit ones, and whether prefill sm90
+// multiplies in 8 bits. Host code: it makes no CUDA call.
+#include <algorithm>
+
+#include "cuda/attention/alignment.h"
+#include "cuda/attention/common/heuristics.h"
+#include "cuda/attention/dispatch.h"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+// Sets whether prefill sm90 multiplies in 8 bits. `choice` is that of the same call
+// with 16-bit queries. Few rows do not pay for the copy of K and V. The room depends on the batch.
+void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
+  const PagedKv& kv = p.kv;
+  const bool packs_pages = kv.layout != KvLayout::kVllm ||
+                           (kv.block_size % 16 == 0 && fits_stride(kv, kv.key_chunk_stride) &&
+                            fits_stride(kv, kv.value_dim_stride));
+  const auto padded = [](int64_t tokens) { return (tokens + kFp8Rows - 1) / kFp8Rows * kFp8Rows; };
+  const int64_t longest = std::clamp(p.max_seq_len, int64_t{1}, kMaxGatherBytes);  // no overflow
+  // Behind the sequences there are rows of zeros.
+  const int64_t rows =
+      kFp8Rows + (p.key_start_loc != nullptr ? padded(longest + int64_t{p.num_seqs} * kFp8Rows)
+                                             : p.num_seqs * padded(longest));
+  const bool has_room = rows <= kMaxGatherBytes / Fp8Scratch(p, 1).value / 2;
+  const bool fits =
+      choice.main.kernel == AttentionKernel::kPrefillSm90 && p.fixed_split_size == 0 &&
+      kv.dtype == DType::kFp8E4M3 && p.head_size() <= kMaxHeadSizeFp8 && !p.modifies_scores() &&
+      cache_is_aligned(p) && packs_pages && is_aligned(p.query, 16) && p.query_stride % 16 == 0 &&
+      p.query_stride > 0 &&
+      int64_t{p.max_query_len} * (p.num_heads / kv.num_kv_heads) >= kGatherRows && has_room;
+  if (fits) {
+    choice.fp8_rows = rows;
+    choice.gathered_rows = 0;
+    choice.gathers_some = false;
+    choice.main.padded_head_size = p.head_size() <= 64 ? 64 : kMaxHeadSizeFp8;
+  }
+  choice.upcasts_query = !fits || choice.has_concurrent_decode;
+}
+
+}  // namespace
+
+AttentionChoice choose_e4m3_kernel(const PagedAttentionParams& p, const DeviceModel& device) {
+  alignas(16) static char memory[16];  // as aligned as the queries in 16 bits
+  AttentionChoice choice = choose_kernel(with_upcast_query(p, memory), device);
+  choose_fp8(p, choice);
+  return choice;
+}
+
+PagedAttentionParams with_upcast_query(const PagedAttentionParams& p, const void* query) {
+  PagedAttentionParams others = p;
+  others.query = query;
+  others.query_stride = int64_t{p.num_heads} * p.head_size();
+  return others;
+}
+
+}  // namespace vllm_kernels::cuda
