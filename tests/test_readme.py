@@ -52,6 +52,7 @@ PRINTED = {
     ("docs/determinism.md", "fixed_split_size"): r"True",
     ("docs/fp8_cache.md", "torch.int8"): r"torch\.Size\(\[1, 8, 64\]\)",
     ("docs/fp8_cache.md", "k_token_zeros"): r"torch\.Size\(\[1, 8, 64\]\)",
+    ("docs/fp8_cache.md", "q_scale"): r"torch\.bfloat16",
     ("docs/engine.md", "sampled"): r"(?s).+\n.+\n0 (stop|length)\n1 (stop|length)\n.+",
     ("docs/engine.md", "add_request"): r"2 requests finished",
     ("docs/engine.md", "AsyncEngine"): r"True\ntoo late\n4 tokens",
