@@ -61,10 +61,10 @@ def replay_time(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(end) * 1e3
 
 
-def capture(call, work, rows, want) -> torch.cuda.CUDAGraph:
-    """A graph of `call`, whose tensors the caller keeps."""
+def capture(call, work, rows, want) -> tuple[torch.cuda.CUDAGraph, float]:
+    """A graph of `call`, whose tensors the caller keeps, and its relative error."""
     call(0).fill_(float("nan"))
-    error = (call(0)[rows].double() - want).norm() / want.norm()
+    error = float((call(0)[rows].double() - want).norm() / want.norm())
     if not error < (0.006 if work.kv == "auto" else 0.06):
         raise RuntimeError(f"relative error {error:.1e}")
     torch.cuda.synchronize()
@@ -72,7 +72,7 @@ def capture(call, work, rows, want) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         for copy in range(work.R):
             call(copy)
-    return graph
+    return graph, error
 
 
 def of_8_bit_queries(prepare):
@@ -137,14 +137,14 @@ def main() -> None:
     result, ratios = {}, {}
     of_set = of_shapes if args.set == "shapes" else of_prefill
     for workload, work, rows, want, candidates in of_set(args.wl, dtype):
-        calls, graphs = {}, {}
+        calls, graphs, errors = {}, {}, {}
         for name, prepare in candidates.items():
             is_ours = name in OURS or name.startswith("ours_")
             if not is_ours and not matches(name, args.peers):
                 continue
             try:
                 calls[name] = prepare(work)
-                graphs[name] = capture(calls[name], work, rows, want)
+                graphs[name], errors[name] = capture(calls[name], work, rows, want)
             except kit.Skip:
                 pass
             except Exception as error:
@@ -157,7 +157,9 @@ def main() -> None:
         paged = [us for name, us in medians.items() if name in PAGED]
         texts = []
         for name, us in medians.items():
-            text = f"{name} {us:.1f} us {work.flops / us / 1e6:.0f} TFLOP/s"
+            text = (
+                f"{name} {us:.1f} us {work.flops / us / 1e6:.0f} TFLOP/s error {errors[name]:.1e}"
+            )
             if (name in OURS or name.startswith("ours_")) and paged:
                 ratios.setdefault(name, []).append(min(paged) / us)
                 text += f" ({ratios[name][-1]:.2f})"

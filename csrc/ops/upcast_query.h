@@ -3,8 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#include "ops/dtype.h"
-#include "ops/rows.h"
+#include "ops/paged_attention.h"
 
 namespace vllm_kernels {
 
@@ -19,6 +18,14 @@ struct E4M3Query {
     return scale == nullptr ? 1.0f : scale[kv_head * scale_stride];
   }
 };
+
+// The same call with the converted queries, which are contiguous.
+inline PagedAttentionParams with_upcast_query(const PagedAttentionParams& p, const void* query) {
+  PagedAttentionParams others = p;
+  others.query = query;
+  others.query_stride = int64_t{p.num_heads} * p.head_size();
+  return others;
+}
 
 struct UpcastQueryParams {
   void* out;             // [num_tokens, num_heads, head_size], contiguous

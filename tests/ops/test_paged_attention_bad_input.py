@@ -22,7 +22,8 @@ def bad_arguments(case: Case) -> list[tuple[str, dict[str, object], str]]:
     one, two = torch.ones(1, device=device), torch.ones(2, device=device)
     int8 = {"key_cache": rows.to(torch.int8), "value_cache": rows.to(torch.int8)}
     return [
-        ("vllm", {"query": q.double()}, r"query: expected .* or float8_e4m3fn, got float64"),
+        ("vllm", {"query": q.double()},
+         r"query: expected float32, float16, bfloat16 or float8_e4m3fn, got float64"),
         ("vllm", {"query": q[0]}, r"query: expected shape \[num_tokens, num_heads, head_size\], "),
         ("vllm", {"query": q.transpose(1, 2).contiguous().transpose(1, 2)},
          r"query: expected contiguous heads \(only the stride of num_tokens is free\), got shape"),

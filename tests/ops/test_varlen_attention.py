@@ -333,7 +333,8 @@ def test_bad_input(device):
         ({"query": q[0]}, r"query: expected shape \[num_tokens, num_heads, head_size\], got"),
         ({"query": q[:, :7]}, r"query: expected num_heads to be a multiple of num_kv_heads = 2 "
                               r"\(from key\), got shape \[9, 7, 64\]$"),
-        ({"query": q.double()}, r"query: expected float32, .* or float8_e4m3fn, got float64"),
+        ({"query": q.double()},
+         r"query: expected float32, float16, bfloat16 or float8_e4m3fn, got float64"),
         ({"key": k[0]}, r"key: expected shape \[num_keys, num_kv_heads, head_size\], got shape"),
         ({"key": k.half()}, r"key: expected float32 \(from query\), float8_e4m3fn, float8_e5m2 or "
                             r"int8, got float16$"),

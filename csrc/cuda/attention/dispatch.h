@@ -14,9 +14,6 @@ AttentionChoice choose_kernel(const PagedAttentionParams& params, const DeviceMo
 // The same where query has e4m3 elements.
 AttentionChoice choose_e4m3_kernel(const PagedAttentionParams& params, const DeviceModel& device);
 
-// The same call with the queries in 16 bits: `query`, contiguous.
-PagedAttentionParams with_upcast_query(const PagedAttentionParams& params, const void* query);
-
 // The parameters of the concurrent decode launch.
 PagedAttentionParams concurrent_params(const PagedAttentionParams& params,
                                        const AttentionChoice& choice);

@@ -5,12 +5,13 @@
 #include "cuda/attention/alignment.h"
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/dispatch.h"
+#include "ops/upcast_query.h"
 
 namespace vllm_kernels::cuda {
 namespace {
 
-// Sets whether prefill sm90 multiplies in 8 bits. `choice` is that of the same call
-// with 16-bit queries. Few rows do not pay for the copy of K and V. The room depends on the batch.
+// Sets whether prefill sm90 multiplies in 8 bits. `choice` is that of the same call with 16-bit
+// queries. Few rows do not pay for the copy of K and V. The room depends on the batch.
 void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
   const PagedKv& kv = p.kv;
   const bool packs_pages = kv.layout != KvLayout::kVllm ||
@@ -45,13 +46,6 @@ AttentionChoice choose_e4m3_kernel(const PagedAttentionParams& p, const DeviceMo
   AttentionChoice choice = choose_kernel(with_upcast_query(p, memory), device);
   choose_fp8(p, choice);
   return choice;
-}
-
-PagedAttentionParams with_upcast_query(const PagedAttentionParams& p, const void* query) {
-  PagedAttentionParams others = p;
-  others.query = query;
-  others.query_stride = int64_t{p.num_heads} * p.head_size();
-  return others;
 }
 
 }  // namespace vllm_kernels::cuda

@@ -2,6 +2,8 @@
 // batch gets two launches: prefill, then a concurrent decode launch. ops/paged_attention.h has the
 // shapes, and the head of each kernel's file has its grid and its early reads. e4m3 queries that no
 // kernel multiplies in 8 bits are first converted to 16 bits.
+#include <optional>
+
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/workspace.h"
 #include "cuda/attention/decode/decode.h"
@@ -118,8 +120,9 @@ void launch_paged_attention(const PagedAttentionParams& given, const E4M3Query& 
   const PrefillLaunch launch = {.min_query_len = choice.min_query_len,
                                 .has_concurrent_launch = choice.has_concurrent_decode,
                                 .next = prefill_next(workspace)};
-  const PagedAttentionParams wide =
-      choice.upcasts_query ? upcast(p, query, choice, scratch, stream) : p;
+  std::optional<PagedAttentionParams> upcasted;
+  if (choice.upcasts_query) upcasted = upcast(p, query, choice, scratch, stream);
+  const PagedAttentionParams& wide = upcasted ? *upcasted : p;
   if (choice.fp8_rows > 0) {
     launch_prefill_fp8(gather_fp8_keys(p, query, choice, scratch, stream), launch, stream);
   } else {

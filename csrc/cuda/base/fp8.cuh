@@ -31,6 +31,7 @@ template <typename Fp8>
 __device__ __forceinline__ uint16_t quantize2(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, kInterpretation<Fp8>);
 }
+
 template <typename Fp8>
   requires kIsFp8<Fp8>
 __device__ __forceinline__ Fp8 from_float(float x) {

@@ -163,10 +163,9 @@ __device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, 
                                                    const Slice& slice, bool aligned,
                                                    SelectShared& shared) {
   const float highest = load_undivided<T>(p, sample, aligned, slice, shared);
-  float powers = 0.0f;
-  if (kHasLogprobs<Params> && counts && !is_changed(p, sample, shared)) {
-    powers = sum_own_powers<T>(slice, highest);
-  }
+  // Log-probabilities come from the list of a row that is not changed.
+  const bool lists_logprobs = kHasLogprobs<Params> && counts && !is_changed(p, sample, shared);
+  const float powers = lists_logprobs ? sum_own_powers<T>(slice, highest) : 0.0f;
   Cluster::wait();
   const HighestRange range = range_of_highest(shared, ordered_bits(highest));
   FoundRow found;
@@ -181,9 +180,7 @@ __device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, 
   }
   const SampleRow& request = shared.request;
   if constexpr (kHasLogprobs<Params>) sum_powers(shared, powers, highest, range.highest);
-  // No log-probabilities come from the list of a changed row.
-  const bool lists_top_k = kHasLogprobs<Params> && is_changed(p, sample, shared);
-  const int count = lists_top_k ? request.top_k : num_listed(p, request);
+  const int count = lists_logprobs ? num_listed(p, request) : request.top_k;
   send_few<T, Cluster>(shared, slice, highest, range, count, [&](int rank) {
     if constexpr (kHasLogprobs<Params>) send_powers<Cluster>(shared, rank);
   });
@@ -193,8 +190,7 @@ __device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, 
   if (!few.fits || !is_finite_ordered(found.highest)) return found;
   found.size = 0;
   if constexpr (kHasLogprobs<Params>) {
-    found.has_logprobs =
-        !is_changed(p, sample, shared) && few.size >= min(p.logprobs.num_top, p.logits.vocab_size);
+    found.has_logprobs = lists_logprobs && few.size >= min(p.logprobs.num_top, p.logits.vocab_size);
   }
   if (Cluster::rank() > 0) return found;
   if (found.has_logprobs) {

@@ -232,8 +232,7 @@ std::unique_ptr<uint16_t[]> upcast_query(PagedAttentionParams& params, const Ten
                            .head_size = params.head_size(),
                            .dtype = params.dtype},
          query);
-  params.query = upcast.get();
-  params.query_stride = int64_t{params.num_heads} * params.head_size();
+  params = with_upcast_query(params, upcast.get());
   return upcast;
 }
 

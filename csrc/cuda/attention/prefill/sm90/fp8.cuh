@@ -10,34 +10,19 @@
 
 namespace vllm_kernels::cuda {
 
-// As PrefillConfig. Result: type of the result.
+// As PrefillConfig. A column has 128 dimensions.
 template <typename Result, int kSize>
-struct PrefillFp8Config {
+struct PrefillFp8Config : PrefillCta<prefill_fp8_tuning(kSize), 1, (kSize + 127) / 128> {
   using T = Result;
   using Operand = Fp8E4M3;
   static constexpr int kHeadSize = kSize;
   static constexpr KvForm kForm = KvForm::kSwizzledRows;
   static constexpr bool kAdjusts = false;
   static constexpr bool kCacheIs8Bit = false;  // K and V are not dequantized
-  static constexpr PrefillTuning kTuning = prefill_fp8_tuning(kSize);
-  static constexpr int kConsumers = kTuning.consumers;
-  static constexpr int kRows = 64 * kConsumers;
-  static constexpr int kTokens = kTuning.tokens;
-  static constexpr bool kQueryInRegisters = kTuning.query_in_registers;
-  static constexpr int kKeyStages = kTuning.key_stages;
-  static constexpr int kValueStages = kTuning.value_stages;
-  static constexpr int kQueryStages = kTuning.query_stages;
-  static constexpr int kThreads = 128 * (kConsumers + 1);
-  static_assert(kConsumers * kTuning.consumer_registers + kTuning.producer_registers <=
-                kThreads / 128 * (65536 / kThreads / 8 * 8));
-  // [column][row][128 dimensions]. V^T of a KV tile is no larger than K.
-  static constexpr int kColumns = (kHeadSize + 127) / 128;
-  static constexpr int kQueryBytes = kColumns * kRows * 128;
-  static constexpr int kTileBytes = kColumns * kTokens * 128;
-  static_assert(kHeadSize * kTokens <= kTileBytes);
   static constexpr int kRawBytes = 0;
-  static constexpr int kSharedBytes =
-      kQueryStages * kQueryBytes + (kKeyStages + kValueStages) * kTileBytes;
+  static constexpr int kSharedBytes = PrefillFp8Config::kOperandBytes;
+  // V^T of a KV tile is no larger than K.
+  static_assert(kHeadSize * PrefillFp8Config::kTokens <= PrefillFp8Config::kTileBytes);
 };
 
 // `p` has the gathered K and V.
@@ -64,16 +49,9 @@ PrefillMaps prefill_fp8_maps(const PagedAttentionParams& p, const PrefillShape& 
 template <typename Result, int kHeadSize>
 void launch_prefill_fp8(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
   using Config = PrefillFp8Config<Result, kHeadSize>;
-  constexpr auto kKernel = paged_attention_prefill_kernel<Config>;
-  PrefillShape shape = prefill_shape(p, launch.min_query_len);
-  shape.query_by_tma = Config::kRows % shape.group == 0;
-  shape.has_concurrent_launch = launch.has_concurrent_launch;
-  shape.concurrent_ratio = concurrent_ratio(p, current_device_model(), Config::kRows, kHeadSize) *
-                           (kPrefillCyclesFp8 / kPrefillCycles8Bit);
-  static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // raises the limit
-  launch_kernel("paged_attention", kKernel, dim3(current_device_model().num_sms),
-                dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
-                score_cap(p.softcap), prefill_fp8_maps<Config>(p, shape), launch.next);
+  PrefillShape shape = launch_shape<Config>(p, launch);
+  shape.concurrent_ratio *= kPrefillCyclesFp8 / kPrefillCycles8Bit;
+  launch_with<Config>(p, shape, prefill_fp8_maps<Config>(p, shape), launch, stream);
 }
 
 }  // namespace vllm_kernels::cuda

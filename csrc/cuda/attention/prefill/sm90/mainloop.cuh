@@ -39,15 +39,11 @@ constexpr int kPrefillBoxTokens = 16;  // tokens of a page that TMA copies at on
 
 constexpr int kDequantWarps = 3;  // dequant producer warps of K, and as many of V
 
-template <typename Element, int kSize, KvForm kKvForm, bool kAdjustsScores, bool kIs8BitCache>
-struct PrefillConfig {
-  using T = Element;  // of the result
-  using Operand = T;  // of the wgmma operands
-  static constexpr int kHeadSize = kSize;
-  static constexpr KvForm kForm = kKvForm;
-  static constexpr bool kAdjusts = kAdjustsScores;
-  static constexpr bool kCacheIs8Bit = kIs8BitCache;
-  static constexpr PrefillTuning kTuning = prefill_tuning(kSize, kAdjusts, kCacheIs8Bit);
+// What follows from a tuning. Operands in shared memory are columns of 128 bytes: [column][row][128
+// bytes].
+template <PrefillTuning kTuned, int kProducers, int kRowColumns>
+struct PrefillCta {
+  static constexpr PrefillTuning kTuning = kTuned;
   static constexpr int kConsumers = kTuning.consumers;
   static constexpr int kRows = 64 * kConsumers;  // of a work tile
   static constexpr int kTokens = kTuning.tokens;
@@ -55,22 +51,34 @@ struct PrefillConfig {
   static constexpr int kKeyStages = kTuning.key_stages;
   static constexpr int kValueStages = kTuning.value_stages;
   static constexpr int kQueryStages = kTuning.query_stages;
-  // One producer warpgroup, or two for 8-bit caches: six of their warps dequantize.
-  static constexpr int kThreads = 128 * (kConsumers + 1 + kCacheIs8Bit);
+  static constexpr int kThreads = 128 * (kConsumers + kProducers);
   // setmaxnreg only moves registers of the launch. A warpgroup that asks for more waits forever.
-  static_assert(kConsumers * kTuning.consumer_registers +
-                    (kThreads / 128 - kConsumers) * kTuning.producer_registers <=
+  static_assert(kConsumers * kTuning.consumer_registers + kProducers * kTuning.producer_registers <=
                 kThreads / 128 * (65536 / kThreads / 8 * 8));
-  // Operands in shared memory are columns of 64 dimensions (128 bytes): [column][row][64].
-  static constexpr int kColumns = (kHeadSize + 63) / 64;
+  static constexpr int kColumns = kRowColumns;
   static constexpr int kQueryBytes = kColumns * kRows * 128;
   static constexpr int kTileBytes = kColumns * kTokens * 128;
+  static constexpr int kOperandBytes =
+      kQueryStages * kQueryBytes + (kKeyStages + kValueStages) * kTileBytes;
+};
+
+// 16-bit operands: a column has 64 dimensions. One producer warpgroup, or two for 8-bit caches: six
+// of their warps dequantize.
+template <typename Element, int kSize, KvForm kKvForm, bool kAdjustsScores, bool kIs8BitCache>
+struct PrefillConfig : PrefillCta<prefill_tuning(kSize, kAdjustsScores, kIs8BitCache),
+                                  1 + kIs8BitCache, (kSize + 63) / 64> {
+  using T = Element;  // of the result
+  using Operand = T;  // of the wgmma operands
+  static constexpr int kHeadSize = kSize;
+  static constexpr KvForm kForm = kKvForm;
+  static constexpr bool kAdjusts = kAdjustsScores;
+  static constexpr bool kCacheIs8Bit = kIs8BitCache;
   // 8-bit caches: buffer of one dequant warp, its boxes of a KV tile as the cache stores them.
-  static constexpr int kRawBytes = (kTokens / kPrefillBoxTokens + kDequantWarps - 1) /
-                                   kDequantWarps * kPrefillBoxTokens * kHeadSize;
-  static constexpr int kSharedBytes = kQueryStages * kQueryBytes +
-                                      (kKeyStages + kValueStages) * kTileBytes +
-                                      (kCacheIs8Bit ? 2 * kDequantWarps * kRawBytes : 0);
+  static constexpr int kRawBytes =
+      (PrefillConfig::kTokens / kPrefillBoxTokens + kDequantWarps - 1) / kDequantWarps *
+      kPrefillBoxTokens * kHeadSize;
+  static constexpr int kSharedBytes =
+      PrefillConfig::kOperandBytes + (kCacheIs8Bit ? 2 * kDequantWarps * kRawBytes : 0);
 };
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)

@@ -417,23 +417,37 @@ PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shap
   return maps;
 }
 
+// The fields of the shape that all launches set alike.
+template <typename Config>
+PrefillShape launch_shape(const PagedAttentionParams& p, const PrefillLaunch& launch) {
+  PrefillShape shape = prefill_shape(p, launch.min_query_len);
+  shape.query_by_tma = Config::kRows % shape.group == 0;
+  shape.has_concurrent_launch = launch.has_concurrent_launch;
+  shape.gathered_starts = launch.gathered_starts;
+  shape.takes_gathered = launch.takes_gathered;
+  shape.concurrent_ratio =
+      concurrent_ratio(p, current_device_model(), Config::kRows, Config::kHeadSize);
+  return shape;
+}
+
+template <typename Config>
+void launch_with(const PagedAttentionParams& p, const PrefillShape& shape, const PrefillMaps& maps,
+                 const PrefillLaunch& launch, void* stream) {
+  constexpr auto kKernel = paged_attention_prefill_kernel<Config>;
+  static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // raises the limit
+  launch_kernel("paged_attention", kKernel, dim3(current_device_model().num_sms),
+                dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
+                score_cap(p.softcap), maps, launch.next);
+}
+
 template <typename T, int kHeadSize, KvForm kForm, bool kAdjusts, bool kCacheIs8Bit>
 void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& launch,
                            void* stream) {
   using Config = PrefillConfig<T, kHeadSize, kForm, kAdjusts, kCacheIs8Bit>;
-  constexpr auto kKernel = paged_attention_prefill_kernel<Config>;
-  PrefillShape shape = prefill_shape(p, launch.min_query_len);
+  PrefillShape shape = launch_shape<Config>(p, launch);
   shape.page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1;
-  shape.query_by_tma = Config::kRows % shape.group == 0;
   if (kForm == KvForm::kPackedBoxes) shape.value_boxes = value_boxes<Config>(p.kv);
-  shape.has_concurrent_launch = launch.has_concurrent_launch;
-  shape.gathered_starts = launch.gathered_starts;
-  shape.takes_gathered = launch.takes_gathered;
-  shape.concurrent_ratio = concurrent_ratio(p, current_device_model(), Config::kRows, kHeadSize);
-  static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // raises the limit
-  launch_kernel("paged_attention", kKernel, dim3(current_device_model().num_sms),
-                dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
-                score_cap(p.softcap), prefill_maps<Config>(p, shape), launch.next);
+  launch_with<Config>(p, shape, prefill_maps<Config>(p, shape), launch, stream);
 }
 
 template <int kHeadSize>
