@@ -90,8 +90,8 @@ __device__ __forceinline__ bool locate(const PagedAttentionParams& p, const int3
   return true;
 }
 
-// body(row, chunk) for each 16 bytes of the CTA's rows, neighbouring threads at neighbouring
-// memory.
+// Calls body(row, chunk) for each 16 bytes of the CTA's rows. Neighbouring threads have
+// neighbouring memory.
 template <typename Body>
 __device__ __forceinline__ void for_each_chunk(const PagedAttentionParams& p, const Fp8Rows& to,
                                                const Body& body) {

@@ -39,8 +39,8 @@ constexpr int kPrefillBoxTokens = 16;  // tokens of a page that TMA copies at on
 
 constexpr int kDequantWarps = 3;  // dequant producer warps of K, and as many of V
 
-// What follows from a tuning. Operands in shared memory are columns of 128 bytes: [column][row][128
-// bytes].
+// Constants of a CTA that follow from its tuning. Operands in shared memory are
+// [column][row][128 bytes].
 template <PrefillTuning kTuned, int kProducers, int kRowColumns>
 struct PrefillCta {
   static constexpr PrefillTuning kTuning = kTuned;
