@@ -37,7 +37,15 @@ def test_large_prompts(layout, head_size, lens, queries):
         q_scale = query_scales(heads[1])
         case = e4m3_case("cuda", lens, queries or lens, q_scale, **sizes, scales_per_head=True)
         rows = max(queries or lens) * heads[0] // heads[1]
-        check_in_8_bits(case, head_size <= 128 and rows >= 1024)
+        check_in_8_bits(case, head_size <= 128 and rows >= 256)
+
+
+@pytest.mark.parametrize("tokens", [63, 64])
+def test_fewest_rows(layout, tokens):
+    """256 query rows of a KV head."""
+    lens = 20 * [tokens]
+    case = e4m3_case("cuda", lens, lens, query_scales(4), **SIZES, layout=layout)
+    check_in_8_bits(case, tokens == 64)
 
 
 @pytest.mark.parametrize("options", [{"causal": False}, {}, {"window": (300, 0)}], ids=str)

@@ -74,10 +74,12 @@ def general_attention() -> None:
 
 def prompts() -> None:
     """paged_attention of prompts beside decodes: every head size, layout and kind of score."""
-    heads, page = 24, 16  # 3 tiles of 128 rows of each are enough for the kernel of many rows
+    page = 16
     lens = torch.tensor([300, 47, 333], dtype=torch.int32, device=CUDA)
     starts = torch.tensor([0, 290, 291, 380], dtype=torch.int32, device=CUDA)
     for dtype in DTYPES:
+        # 3 tiles of 128 rows of 24 heads are enough for the kernel of many rows. float32 has none.
+        heads = 1 if dtype == torch.float32 else 24
         for head_size in (64, 96, 128, 192, 256):
             tables = torch.randperm(3 * 21, device=CUDA).view(3, 21).int()
             rows = torch.randn(3 * 21, page, heads, head_size, device=CUDA, dtype=dtype)
@@ -99,7 +101,7 @@ def prompts() -> None:
 
 def eight_bit_queries() -> None:
     """e4m3 queries: multiplied in 8 bits, with a decode beside, and upcast."""
-    heads, page = 8, 16  # 1024 query rows a KV head or more are multiplied in 8 bits
+    heads, page = 8, 16  # 2320 query rows a KV head: multiplied in 8 bits
     lens = torch.tensor([300, 47, 0, 333], dtype=torch.int32, device=CUDA)
     starts = torch.tensor([0, 290, 291, 300, 434], dtype=torch.int32, device=CUDA)
     for dtype in DTYPES:
@@ -169,9 +171,10 @@ def contiguous_keys() -> None:
     for dtype in DTYPES:
         for stored in (dtype, *eight_bits):
             for head_size in (64, 96, 128, 192, 256):
-                key = torch.randn(380, 4, head_size, device=CUDA).to(stored)
+                heads = 1 if dtype == torch.float32 else 4  # no kernel of many rows
+                key = torch.randn(380, heads, head_size, device=CUDA).to(stored)
                 for count, options in ((380, {}), (380, {"window": (70, 9)}), (3, {})):
-                    query = torch.randn(count, 24, head_size, device=CUDA, dtype=dtype)
+                    query = torch.randn(count, 6 * heads, head_size, device=CUDA, dtype=dtype)
                     few = starts if count == 380 else torch.arange(4, device=CUDA).int()
                     for causal in (True, False):
                         vllm_kernels.varlen_attention(

@@ -11,7 +11,7 @@ namespace vllm_kernels::cuda {
 namespace {
 
 // Sets whether prefill sm90 multiplies in 8 bits. `choice` is that of the same call with 16-bit
-// queries. Few rows do not pay for the copy of K and V. The room depends on the batch.
+// queries. Few rows do not pay for the copy of V. The room depends on the batch.
 void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
   const PagedKv& kv = p.kv;
   const bool packs_pages = kv.layout != KvLayout::kVllm ||
@@ -23,13 +23,13 @@ void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
   const int64_t rows =
       kFp8Rows + (p.key_start_loc != nullptr ? padded(longest + int64_t{p.num_seqs} * kFp8Rows)
                                              : p.num_seqs * padded(longest));
-  const bool has_room = rows <= kMaxGatherBytes / Fp8Scratch(p, 1).value / 2;
+  const bool has_room = rows <= kMaxGatherBytes / Fp8Scratch(p, 1).starts;
   const bool fits =
       choice.main.kernel == AttentionKernel::kPrefillSm90 && p.fixed_split_size == 0 &&
       kv.dtype == DType::kFp8E4M3 && p.head_size() <= kMaxHeadSizeFp8 && !p.modifies_scores() &&
       cache_is_aligned(p) && packs_pages && is_aligned(p.query, 16) && p.query_stride % 16 == 0 &&
       p.query_stride > 0 &&
-      int64_t{p.max_query_len} * (p.num_heads / kv.num_kv_heads) >= kGatherRows && has_room;
+      int64_t{p.max_query_len} * (p.num_heads / kv.num_kv_heads) >= kRowsOfFp8Products && has_room;
   if (fits) {
     choice.fp8_rows = rows;
     choice.gathered_rows = 0;

@@ -108,8 +108,8 @@ std::string describe(const AttentionChoice& choice) {
     if (choice.gathers_some) text += "; the same kernel without that for other sequences";
   }
   if (choice.fp8_rows > 0) {
-    text += "\nmultiplied in 8 bits, after K and V of up to " + std::to_string(choice.fp8_rows) +
-            " tokens are copied and V is transposed";
+    text += "\nmultiplied in 8 bits, after V of up to " + std::to_string(choice.fp8_rows) +
+            " tokens is transposed";
   } else if (choice.upcasts_query) {
     text += "\nafter the queries are converted to 16 bits";
   }

@@ -117,14 +117,16 @@ void launch_paged_attention(const PagedAttentionParams& given, const E4M3Query& 
   }
   if (report("paged_attention", [&] { return describe(choice); })) return;
   const DecodeWorkspace workspace = decode_workspace(memory, stream);
-  const PrefillLaunch launch = {.min_query_len = choice.min_query_len,
-                                .has_concurrent_launch = choice.has_concurrent_decode,
-                                .next = prefill_next(workspace)};
+  PrefillLaunch launch = {.min_query_len = choice.min_query_len,
+                          .has_concurrent_launch = choice.has_concurrent_decode,
+                          .next = prefill_next(workspace)};
   std::optional<PagedAttentionParams> upcasted;
   if (choice.upcasts_query) upcasted = upcast(p, query, choice, scratch, stream);
   const PagedAttentionParams& wide = upcasted ? *upcasted : p;
   if (choice.fp8_rows > 0) {
-    launch_prefill_fp8(gather_fp8_keys(p, query, choice, scratch, stream), launch, stream);
+    const Fp8Keys keys = gather_fp8_keys(p, query, choice, scratch, stream);
+    launch.value_starts = keys.value_starts;
+    launch_prefill_fp8(keys.params, launch, stream);
   } else {
     launch_main(wide, choice, launch, workspace, scratch, stream);
   }

@@ -105,12 +105,19 @@ __device__ __forceinline__ uint64_t edge_of_few(const uint32_t (&own)[4], int fi
   return shared.warp_keys[0];
 }
 
-// As choose_pages(), for at most kFewPages pages. Returns false if it chose none.
-template <bool kOnlyKept, typename Keep>
+// As choose_pages(), for at most kFewPages pages. Returns false if it chose none. It reads entries
+// beside scores, so that nothing waits for them.
+template <bool kOnlyKept, typename Entry, typename Keep>
 __device__ __forceinline__ bool choose_few(const uint32_t* scores, int pages, int budget,
-                                           SelectShared& shared, const Keep& keep) {
+                                           SelectShared& shared, const Entry& entry,
+                                           const Keep& keep) {
   const int first = 4 * static_cast<int>(threadIdx.x);
   uint32_t own[4] = {};
+  int32_t entries[4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (first + i < pages) entries[i] = entry(first + i);
+  }
   if (first < pages) {
     for_each_of(reinterpret_cast<const uint4*>(scores)[threadIdx.x],
                 [&](uint32_t score, int i) { own[i] = first + i < pages ? score : 0; });
@@ -128,23 +135,26 @@ __device__ __forceinline__ bool choose_few(const uint32_t* scores, int pages, in
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (kept[i]) {
-      keep(first + i, number++);
+      keep(first + i, number++, entries[i]);
     } else if (!kOnlyKept && first + i < pages) {
-      keep(first + i, -1);
+      keep(first + i, -1, 0);
     }
   }
   return true;
 }
 
 // Chooses the `budget` best of `pages` pages, more than budget, whose scores are complete. It calls
-// keep(page, its number among the kept pages, or -1). With kOnlyKept pages that are not kept may be
-// left out. keep() may change the score of its page.
-template <bool kOnlyKept, typename Keep>
+// keep(page, its number among the kept pages, entry(page)), or keep(page, -1, any). With kOnlyKept
+// pages that are not kept may be left out. keep() may change the score of its page.
+template <bool kOnlyKept, typename Entry, typename Keep>
 __device__ __forceinline__ void choose_pages(uint32_t* scores, int pages, int budget,
-                                             ChoiceShared& choice, const Keep& keep) {
+                                             ChoiceShared& choice, const Entry& entry,
+                                             const Keep& keep) {
   using Row = RowCluster<1>;
   SelectShared& shared = choice.select;
-  if (pages <= kFewPages && choose_few<kOnlyKept>(scores, pages, budget, shared, keep)) return;
+  if (pages <= kFewPages && choose_few<kOnlyKept>(scores, pages, budget, shared, entry, keep)) {
+    return;
+  }
   const bool fits = pages <= ChoiceShared::kPages;
   for (int i = threadIdx.x; fits && i < pages; i += kRowThreads) choice.scores[i] = scores[i];
   const Slice slice{fits ? choice.scores : scores, 0, pages};
@@ -159,7 +169,7 @@ __device__ __forceinline__ void choose_pages(uint32_t* scores, int pages, int bu
   const Kept kept{found.prefix, static_cast<uint32_t>(target - found.before)};
   const KeptSums sums = kept_sums<Row, false>(shared, slice, kept.threshold, 0.0f);
   for_each_kept<kOnlyKept>(slice, kept, sums, [&](int page, uint32_t, int number) {
-    if (kOnlyKept || page < pages) keep(page, number);
+    if (kOnlyKept || page < pages) keep(page, number, number < 0 ? 0 : entry(page));
   });
 }
 

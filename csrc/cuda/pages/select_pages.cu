@@ -170,10 +170,12 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
   score_pages<T, kAligned>(p, row, first, min(row.pages - first, chunk_pages) + first, weights);
   const int ctas = (row.pages - 1) / chunk_pages + 1;
   if (!comes_last(counters + blockIdx.y, ctas)) return;
-  choose_pages<true>(row.scores, row.pages, p.budget,
-                     *reinterpret_cast<ChoiceShared*>(pages_shared), [&](int page, int number) {
-                       if (number >= 0) row.table[number] = row.ids[page];
-                     });
+  choose_pages<true>(
+      row.scores, row.pages, p.budget, *reinterpret_cast<ChoiceShared*>(pages_shared),
+      [&](int page) { return row.ids[page]; },
+      [&](int, int number, int32_t id) {
+        if (number >= 0) row.table[number] = id;
+      });
 }
 
 template <typename T, bool kAligned>

@@ -57,8 +57,9 @@ struct SparqRow {
   __device__ __forceinline__ int64_t sum(int query_head) const {  // of kept_lse and rest_lse
     return query_head * p.units.num_rows() + row;
   }
-  __device__ __forceinline__ void keep(int number, int unit) const {
-    p.units.tables[int64_t{row} * p.units.budget + number] = p.entry_of(ids(), head, unit);
+  __device__ __forceinline__ int32_t entry(int unit) const { return p.entry_of(ids(), head, unit); }
+  __device__ __forceinline__ void keep(int number, int32_t entry) const {
+    p.units.tables[int64_t{row} * p.units.budget + number] = entry;
   }
 };
 
@@ -69,7 +70,10 @@ struct SparqQuery {
   float sums[kMaxSparqChunks];
   int chunks[kMaxSparqChunks];  // the chosen ones
   uint64_t chosen;              // a bit for each chunk
-  float factors[1];             // [group]
+  float factors[1];             // [group], then the query group [group, head_size]
+
+  __device__ __forceinline__ float* rows(int group) { return factors + group; }
+  __device__ __forceinline__ const float* rows(int group) const { return factors + group; }
 };
 
 // Component d of query head `head` of the row's group; NaN as 0.
@@ -89,16 +93,28 @@ __device__ __forceinline__ float query_at(const SparqParams& p, const SparqRow& 
   return q == q ? q : 0.0f;
 }
 
+// Brings the query group into shared memory.
+__device__ __forceinline__ void load_query(const SparqParams& p, const SparqRow& row,
+                                           SparqQuery& query) {
+  const int size = p.units.head_size, group = p.group();
+  for (int i = threadIdx.x; i < group * size; i += kRowThreads) {
+    query.rows(group)[i] = query_at(p, row, i / size, i % size);
+  }
+}
+
 // Chooses the chunks, and finds the factor of each query head.
 __device__ __forceinline__ void choose_chunks(const SparqParams& p, const SparqRow& row,
                                               SparqQuery& query) {
   const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
   const int size = p.units.head_size, group = p.group(), count = size / p.chunk;
+  const float* rows = query.rows(group);
   if (thread < count) {
     float sum = 0.0f;
 #pragma unroll 1
-    for (int i = 0; i < group * p.chunk; ++i) {
-      sum += fabsf(query_at(p, row, i / p.chunk, thread * p.chunk + i % p.chunk));
+    for (int head = 0; head < group; ++head) {
+      const float* chunk = rows + head * size + thread * p.chunk;
+#pragma unroll 8
+      for (int i = 0; i < p.chunk; ++i) sum += fabsf(chunk[i]);
     }
     query.sums[thread] = sum;
   }
@@ -126,7 +142,7 @@ __device__ __forceinline__ void choose_chunks(const SparqParams& p, const SparqR
     float norm = 0.0f, chosen_norm = 0.0f;
 #pragma unroll 1
     for (int d = lane; d < size; d += kWarpSize) {
-      const float q = fabsf(query_at(p, row, head, d));
+      const float q = fabsf(rows[head * size + d]);
       norm += q;
       if (query.chosen >> (d / p.chunk) & 1) chosen_norm += q;
     }
@@ -135,20 +151,19 @@ __device__ __forceinline__ void choose_chunks(const SparqParams& p, const SparqR
     if (lane == 0)
       query.factors[head] = chosen_norm > 0.0f ? scale * sqrtf(norm / chosen_norm) : scale;
   }
-  __syncthreads();
 }
 
 // weights become those of query heads [begin, end) of the group, added up.
-__device__ __forceinline__ void set_weights(const SparqParams& p, const SparqRow& row, int begin,
-                                            int end, SparqQuery& query) {
-  __syncthreads();  // all have read the weights before
-  const int i = threadIdx.x;
+__device__ __forceinline__ void set_weights(const SparqParams& p, int begin, int end,
+                                            SparqQuery& query) {
+  __syncthreads();  // all have read the weights before, and written the factors
+  const int i = threadIdx.x, size = p.units.head_size;
   if (i < p.num_chunks * p.chunk) {
-    const int d = query.chunks[i / p.chunk] * p.chunk + i % p.chunk;
+    const float* rows = query.rows(p.group()) + query.chunks[i / p.chunk] * p.chunk + i % p.chunk;
     float sum = 0.0f;
-#pragma unroll 1
+#pragma unroll 4
     for (int head = begin; head < end; ++head) {
-      sum = fmaf(query.factors[head], query_at(p, row, head, d), sum);
+      sum = fmaf(query.factors[head], rows[head * size], sum);
     }
     query.weights[i] = sum;
   }
@@ -248,13 +263,20 @@ __device__ __forceinline__ void score_units(const SparqParams& p, const SparqRow
   const int span = max(unit, kWarpSize), lanes = min(unit, kWarpSize);
   const int unit_bits = __ffs(unit) - 1, accesses = p.num_chunks * p.chunk / kVecWidth<C>;
   const C* keys = static_cast<const C*>(kv.key) + row.head * kv.key_head_stride;
+  // A warp's next 32 tokens: their ids are requested while those before are scored.
+  const auto id_of = [&](int token) {
+    return token < tokens ? p.block_of(row.ids(), first_unit + (token >> unit_bits)) : -1;
+  };
+  const int begin = threadIdx.x / kWarpSize * span;
+  int next_id = id_of(begin + lane);
 #pragma unroll 1
-  for (int at = threadIdx.x / kWarpSize * span; at < tokens; at += kRowWarps * span) {
+  for (int at = begin; at < tokens; at += kRowWarps * span) {
     UnitScore score;
 #pragma unroll 1
     for (int token = at + lane; token < min(at + span, tokens); token += kWarpSize) {
-      const int mine = first_unit + (token >> unit_bits);
-      const int id = p.block_of(row.ids(), mine);
+      const int mine = first_unit + (token >> unit_bits), id = next_id;
+      const bool is_last = token + kWarpSize >= at + span;
+      next_id = id_of(is_last ? token + kWarpSize + (kRowWarps - 1) * span : token + kWarpSize);
       score.good = id >= 0 && id < kv.num_blocks;
       if (!score.good) continue;
       const int in_block = p.token_in_block(mine) + (token & (unit - 1));
@@ -292,7 +314,7 @@ __device__ __forceinline__ void store_weights(const SparqParams& p, const SparqR
 
 // The result of a row whose units are all kept.
 __device__ __forceinline__ void keep_all(const SparqParams& p, const SparqRow& row) {
-  for (int i = threadIdx.x; i < row.units; i += kRowThreads) row.keep(i, i);
+  for (int i = threadIdx.x; i < row.units; i += kRowThreads) row.keep(i, row.entry(i));
   const int64_t first = int64_t{row.row} * p.units.budget;
   for (int i = row.units + threadIdx.x; i < p.units.budget; i += kRowThreads) {
     p.units.tables[first + i] = 0;
@@ -314,6 +336,8 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? sm90a_or(kCtasPerSm, 1
   wait_for_primary_kernel();
   const SelectPagesParams& u = p.units;
   const SparqRow row(p, first_row + blockIdx.y);
+  auto& query = *reinterpret_cast<SparqQuery*>(sparq_shared);
+  load_query(p, row, query);
   if (blockIdx.x == 0 && threadIdx.x == 0) p.lens[row.row] = u.kept_length(row.length);
   if (row.units <= u.budget) {
     if (blockIdx.x == 0) keep_all(p, row);
@@ -323,9 +347,9 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? sm90a_or(kCtasPerSm, 1
   if (begin >= row.length) return;
   const int first = static_cast<int>(begin), tokens = min(row.length - first, chunk_tokens);
   const int first_unit = first / u.block_size;
-  auto& query = *reinterpret_cast<SparqQuery*>(sparq_shared);
+  __syncthreads();
   choose_chunks(p, row, query);
-  set_weights(p, row, 0, p.group(), query);
+  set_weights(p, 0, p.group(), query);
   score_units<C, kAligned, false>(
       p, row, first_unit, tokens, query, [&](int unit, const UnitScore& score) {
         const uint32_t order =
@@ -336,7 +360,7 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? sm90a_or(kCtasPerSm, 1
   if (p.unit_lse != nullptr) {
 #pragma unroll 1
     for (int head = 0; head < p.group(); ++head) {
-      set_weights(p, row, head, head + 1, query);
+      set_weights(p, head, head + 1, query);
       score_units<C, kAligned, true>(
           p, row, first_unit, tokens, query,
           [&](int unit, const UnitScore& score) { row.lse(head)[unit] = score.lse(); });
@@ -344,11 +368,13 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? sm90a_or(kCtasPerSm, 1
   }
   const int ctas = (row.length - 1) / chunk_tokens + 1;
   if (!comes_last(counters + blockIdx.y, ctas)) return;
-  choose_pages<false>(row.scores(), row.units, u.budget,
-                      *reinterpret_cast<ChoiceShared*>(sparq_shared), [&](int unit, int number) {
-                        if (number >= 0) row.keep(number, unit);
-                        row.scores()[unit] = number >= 0 ? 1 : 0;
-                      });
+  choose_pages<false>(
+      row.scores(), row.units, u.budget, *reinterpret_cast<ChoiceShared*>(sparq_shared),
+      [&](int unit) { return row.entry(unit); },
+      [&](int unit, int number, int32_t entry) {
+        if (number >= 0) row.keep(number, entry);
+        if (p.kept_lse != nullptr) row.scores()[unit] = number >= 0 ? 1 : 0;
+      });
   if (p.kept_lse == nullptr) return;
   __syncthreads();
   store_weights(p, row);
@@ -362,8 +388,8 @@ void launch_rows(const SparqParams& p, Stream stream) {
   const int64_t step = int64_t{kRowWarps} * std::max(u.block_size, kWarpSize);
   const int64_t steps = ceil_div(ceil_div(rows * tokens, slots), step);
   const int64_t chunk = step * std::clamp<int64_t>(steps, 1, kMaxChunkSteps);
-  const int64_t bytes =
-      std::max<int64_t>(sizeof(SparqQuery) + sizeof(float) * p.group(), sizeof(ChoiceShared));
+  const int64_t bytes = std::max<int64_t>(
+      sizeof(SparqQuery) + sizeof(float) * p.group() * (1 + u.head_size), sizeof(ChoiceShared));
   const int limit = dynamic_shared_memory<sparq_attention_kernel<C, kAligned>>("sparq_attention");
   if (bytes > limit) {
     throw std::runtime_error("sparq_attention: too many query heads a KV head: " +

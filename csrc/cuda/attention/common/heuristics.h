@@ -73,8 +73,8 @@ constexpr float kMaxSectionBytes = 24e6f, kSectionShareOfL2 = 0.4578f;
 // contiguous_and_8bit.md. The third: prefill/mixed_batches.md.)
 constexpr float kPrefillCycles = 1.485e-3f, kPrefillCycles8Bit = 2.277e-3f,
                 kPrefillCyclesAdjusted = 2.574e-3f;
-// The same for 8-bit products. (No row.)
-constexpr float kPrefillCyclesFp8 = 1.0e-3f;
+// The same for 8-bit products. (prefill/fp8_queries.md, d128_1x8k: 683 us.)
+constexpr float kPrefillCyclesFp8 = 1.297e-3f;
 // Achieved rate of reads of K and V, as a fraction of the memory bus's rate. (4200 of an H200's
 // 4917 GB/s. decode/axes.md: 4.16 TB/s in layout vllm.)
 constexpr float kReadShareOfBus = 0.854f;
@@ -95,6 +95,13 @@ constexpr int kGatherRowsOfInt4 = 256;
 inline int gather_rows(const PagedKv& kv) {
   return values_of(kv.dtype) > 1 ? kGatherRowsOfInt4 : kGatherRows;
 }
+// Prefill sm90: from so many query rows of a sequence on, e4m3 queries are multiplied in 8 bits.
+// (prefill/fp8_queries.md, 300x96_fp8: 384 rows 422 to 232 us.)
+constexpr int kRowsOfFp8Products = 256;
+// The same: from so many query rows on, K of pages is copied to contiguous rows, which TMA reads
+// faster than boxes of 16 tokens. (prefill/fp8_queries.md, d64_1x8k, 32,768 rows: 540 to 522 us;
+// d128_8x1k, 4096 rows: 131.5 to 134.9.)
+constexpr int kRowsOfCopiedKeys = 8192;
 // Max bytes of the gathered K and V. (No row.)
 constexpr int64_t kMaxGatherBytes = int64_t{256} << 20;
 

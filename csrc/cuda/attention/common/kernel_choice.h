@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/attention/common/heuristics.h"
 #include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
@@ -99,8 +100,8 @@ struct AttentionChoice {
   int64_t gathered_rows = 0;
   // The sequences may have more rows. A second launch reads the others' K and V where they are.
   bool gathers_some = false;
-  // e4m3 queries. Not 0: both products have 8-bit operands, and K and V are first copied, V
-  // transposed, to scratch memory with room for so many tokens of each head.
+  // e4m3 queries. Not 0: both products have 8-bit operands, and V is first transposed, to scratch
+  // memory with room for so many tokens of each head.
   int64_t fp8_rows = 0;
   // A launch needs the queries in 16 bits.
   bool upcasts_query = false;
@@ -124,16 +125,22 @@ inline int64_t gather_bytes(const PagedAttentionParams& p, int64_t rows) {
   return rows == 0 ? 0 : 2 * gathered_tensor_bytes(p, rows) + int64_t{4} * (p.num_seqs + 3);
 }
 
-// Scratch of gather_fp8_keys() for `rows` rows of a KV head, in bytes: K from 0 on, padded to 32
-// bytes a row, V^T, the first row of each sequence, their lengths, two scales a KV head. A sequence
-// has a multiple of kFp8Rows rows.
+// 8-bit products: whether K is copied beside V. TMA cannot read pages below 16 tokens.
+inline bool copies_fp8_keys(const PagedAttentionParams& p) {
+  const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
+  return p.key_start_loc == nullptr && (p.kv.block_size < 16 || rows >= kRowsOfCopiedKeys);
+}
+
+// Scratch of gather_fp8_keys() for `rows` rows of a KV head, in bytes: K from 0 on if it is copied,
+// padded to 32 bytes a row, V^T, the first row of each sequence, their lengths, two scales a KV
+// head. A sequence has a multiple of kFp8Rows rows.
 constexpr int kFp8Rows = 128;
 struct Fp8Scratch {
   int64_t key_bytes;  // of a row of K
   int64_t value, starts, lens, scales, total;
 
   Fp8Scratch(const PagedAttentionParams& p, int64_t rows)
-      : key_bytes((p.head_size() + 31) / 32 * 32),
+      : key_bytes(copies_fp8_keys(p) ? (p.head_size() + 31) / 32 * 32 : 0),
         value(rows * p.kv.num_kv_heads * key_bytes),
         starts(value + rows * p.kv.num_kv_heads * p.head_size()),
         lens(starts + int64_t{4} * (p.num_seqs + 1)),

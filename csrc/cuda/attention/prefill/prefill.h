@@ -15,6 +15,7 @@ struct PrefillLaunch {
   // (GatheredKeys::starts).
   const int32_t* gathered_starts = nullptr;
   bool takes_gathered = false;
+  const int32_t* value_starts = nullptr;  // sm90 with e4m3 queries: Fp8Keys::value_starts
 };
 
 // Queries have 16 bits; the cache has the same type or 8 bits. Keys are contiguous or in pages: of
@@ -25,7 +26,7 @@ struct PrefillSm90Kernels {
                      void* stream);
 };
 
-// Prefill sm90 with e4m3 queries. `params` has the K and V that gather_fp8_keys() made.
+// Prefill sm90 with e4m3 queries. `params` is that of an Fp8Keys.
 void launch_prefill_fp8(const PagedAttentionParams& params, const PrefillLaunch& launch,
                         void* stream);
 

@@ -52,6 +52,7 @@ struct PrefillShape {
   ValueBoxes value_boxes;                    // sm90, layout vllm
   const int32_t* gathered_starts = nullptr;  // see PrefillLaunch
   bool takes_gathered = false;
+  const int32_t* value_starts = nullptr;  // see PrefillLaunch
 };
 
 // A concurrent launch waits for DRAM, not for SMs. This launch takes only so many CTAs that it

@@ -1,6 +1,7 @@
 // Prefill sm90 of e4m3 queries: both products by wgmma of e4m3, at twice the rate of 16 bits.
-//   K, V     in scratch memory (gather_fp8_keys.cu): K [num_kv_heads, rows, head_size] and V^T
-//            [num_kv_heads, head_size, rows]. wgmma reads 8-bit operands along k alone
+//   K        where it lies, or in scratch memory
+//   V^T      [num_kv_heads, head_size, rows] in scratch memory (gather_fp8_keys.cu), because wgmma
+//            reads 8-bit operands along k alone. A sequence has rows of its own there
 //   P        up to 2^8.75, rounded to e4m3. Sums of P are of its float32 values
 //   O        of a KV tile by the tensor cores, which keep 14 bits; over KV tiles in float32
 //   scales   k_scale, times that of the queries, is in the softmax scale, v_scale in the result
@@ -10,13 +11,13 @@
 
 namespace vllm_kernels::cuda {
 
-// As PrefillConfig. A column has 128 dimensions.
-template <typename Result, int kSize>
+// As PrefillConfig. A column has 128 dimensions. The form is that of K.
+template <typename Result, int kSize, KvForm kKeyForm>
 struct PrefillFp8Config : PrefillCta<prefill_fp8_tuning(kSize), 1, (kSize + 127) / 128> {
   using T = Result;
   using Operand = Fp8E4M3;
   static constexpr int kHeadSize = kSize;
-  static constexpr KvForm kForm = KvForm::kSwizzledRows;
+  static constexpr KvForm kForm = kKeyForm;
   static constexpr bool kAdjusts = false;
   static constexpr bool kCacheIs8Bit = false;  // K and V are not dequantized
   static constexpr int kRawBytes = 0;
@@ -25,7 +26,7 @@ struct PrefillFp8Config : PrefillCta<prefill_fp8_tuning(kSize), 1, (kSize + 127)
   static_assert(kHeadSize * PrefillFp8Config::kTokens <= PrefillFp8Config::kTileBytes);
 };
 
-// `p` has the gathered K and V.
+// `p` is that of an Fp8Keys.
 template <typename Config>
 PrefillMaps prefill_fp8_maps(const PagedAttentionParams& p, const PrefillShape& shape) {
   const PagedKv& kv = p.kv;
@@ -37,18 +38,19 @@ PrefillMaps prefill_fp8_maps(const PagedAttentionParams& p, const PrefillShape& 
         {kv.head_size, p.query_stride, p.query_stride},
         {64, shape.group, Config::kRows / shape.group, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
   }
-  maps.key = swizzled_row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride,
-                              kv.key_head_stride, Config::kTokens);
+  maps.key =
+      Config::kForm == KvForm::kSwizzledRows ? key_row_map<Config>(p) : packed_key_map<Config>(kv);
+  const int64_t rows = kv.value_dim_stride;
   maps.value = encode_tensor_map<4>(
-      kv.value, {kv.block_size / 2, kv.head_size, kv.num_kv_heads, 1},
+      kv.value, {rows / 2, kv.head_size, kv.num_kv_heads, 1},
       {kv.value_dim_stride, kv.value_head_stride, kv.value_head_stride},
       {Config::kTokens / 2, Config::kHeadSize, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
   return maps;
 }
 
-template <typename Result, int kHeadSize>
+template <typename Result, int kHeadSize, KvForm kKeyForm>
 void launch_prefill_fp8(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
-  using Config = PrefillFp8Config<Result, kHeadSize>;
+  using Config = PrefillFp8Config<Result, kHeadSize, kKeyForm>;
   PrefillShape shape = launch_shape<Config>(p, launch);
   shape.concurrent_ratio *= kPrefillCyclesFp8 / kPrefillCycles8Bit;
   launch_with<Config>(p, shape, prefill_fp8_maps<Config>(p, shape), launch, stream);

@@ -20,8 +20,9 @@
 //
 // kSwizzledRows (NHD, HND): [D / 64][tokens][128 bytes], with the 128-byte swizzle.
 //
-// e4m3 queries (fp8.cuh): all operands have 8 bits. K is as in kSwizzledRows, with 128 dimensions
-// in 128 bytes. V^T is [D][tokens], with the swizzle of its row. A register of P has four tokens.
+// e4m3 queries (fp8.cuh): all operands have 8 bits. K is as above, with 128 dimensions in 128 bytes
+// and 16 in a core matrix. V^T is [D][tokens], with the swizzle of its row. A register of P has
+// four tokens.
 #pragma once
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_smem_layout.cuh"
@@ -96,7 +97,7 @@ struct PrefillMma {
   static constexpr int kOutTiles = kHeadSize / 8;
   static constexpr int kBoxes = kTokens / kPrefillBoxTokens;
   static constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
-  static constexpr uint32_t kBoxBytes = kPrefillBoxTokens * kHeadSize * 2;
+  static constexpr uint32_t kBoxBytes = kPrefillBoxTokens * kHeadSize * sizeof(Operand);
   static constexpr uint32_t kColumnStep = kTokens * 128;  // bytes to the next 64 dimensions
   static constexpr uint32_t kQueryColumn = Config::kRows * 128;
   static constexpr bool kQueryInRegisters = Config::kQueryInRegisters;
@@ -308,8 +309,9 @@ struct PrefillMma {
   __device__ __forceinline__ void store(T* row, int head_size, int permutation, int r, float scale,
                                         int lane) const {
     const int quarter = lane % 4;
-    const bool swaps_dims = !kRowForm && (permutation & 1) != 0;
-    const bool swaps_pairs = !kRowForm && (permutation & 2) != 0 && quarter >= 2;
+    constexpr bool kPermutes = !kRowForm && !kHas8Bit;
+    const bool swaps_dims = kPermutes && (permutation & 1) != 0;
+    const bool swaps_pairs = kPermutes && (permutation & 2) != 0 && quarter >= 2;
 #pragma unroll
     for (int block = 0; block < kOutTiles / 4; ++block) {
       uint32_t pairs[4];  // this lane's 2 dimensions of 4 groups of 8

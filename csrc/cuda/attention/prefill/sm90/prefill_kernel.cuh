@@ -106,7 +106,8 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
     first_token = (work_tile.first_tile + work_tile.tiles - 1) * kTokens;
     score_scale = shape.softmax_scale_log2;
     // Gathered keys of 16 bits have the scales of their 8-bit cache, too.
-    constexpr bool kMayHaveScale = Config::kCacheIs8Bit || Config::kForm == KvForm::kSwizzledRows;
+    constexpr bool kMayHaveScale =
+        Config::kCacheIs8Bit || Mma::kHas8Bit || Config::kForm == KvForm::kSwizzledRows;
     if (kMayHaveScale && p.kv.k_scale != nullptr) {
       score_scale *= usable_scale(p.kv.k_scale[work_tile.kv_head * p.kv.scale_stride]);
     }
@@ -342,7 +343,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == kWarps + 2) {
       copy_tiles<Config, false>(p, shape, maps, shared, key, lane);
     } else if constexpr (kIsFp8<typename Config::Operand>) {
-      copy_transposed_values(maps, shared, value, lane);
+      copy_transposed_values(shape, maps, shared, value, lane);
     } else {
       copy_tiles<Config, true>(p, shape, maps, shared, value, lane);
     }
@@ -365,9 +366,35 @@ ValueBoxes value_boxes(const PagedKv& kv) {
   return boxes;
 }
 
-// Tensor maps of K, V and queries. Layout vllm: K is (8 tokens x 16 bytes, chunk, token / 8, KV
-// head, block). V is (token, dimension, KV head, block), or in lines of 128 bytes that hold rows of
-// several dimensions; mainloop.cuh says why.
+// Layout vllm: K as (8 tokens x 16 bytes, chunk, token / 8, KV head, block). Chunks have 16 bytes.
+template <typename Config>
+CUtensorMap packed_key_map(const PagedKv& kv) {
+  const int bytes = size_of(kv.dtype);
+  return encode_tensor_map<5>(
+      kv.key, {64, kv.head_size * bytes / 16, kv.block_size / 8, kv.num_kv_heads, kv.num_blocks},
+      {kv.key_chunk_stride * bytes, 128, kv.key_head_stride * bytes, kv.key_block_stride * bytes},
+      {64, Config::kHeadSize * bytes / 16, 2, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+// Rows that begin within a sector of 32 bytes: fetching more of them costs time.
+// (prefill/any_shape.md, d72_8x1k NHD: 152.7 us with 256 bytes, 136.4 us without.)
+inline CUtensorMapL2promotion row_promotion(const PagedKv& kv) {
+  return kv.head_size * size_of(kv.dtype) % 32 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+                                                    : CU_TENSOR_MAP_L2_PROMOTION_NONE;
+}
+
+// Swizzled rows of K: boxes of contiguous keys have a KV tile, those of pages 16 tokens.
+template <typename Config>
+CUtensorMap key_row_map(const PagedAttentionParams& p) {
+  const PagedKv& kv = p.kv;
+  const bool contiguous = p.key_start_loc != nullptr;  // a single block: its stride is unused
+  return swizzled_row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride,
+                          contiguous ? kv.key_token_stride : kv.key_block_stride,
+                          contiguous ? Config::kTokens : kPrefillBoxTokens, row_promotion(kv));
+}
+
+// Tensor maps of K, V and queries. Layout vllm: V is (token, dimension, KV head, block), or in
+// lines of 128 bytes that hold rows of several dimensions; mainloop.cuh says why.
 template <typename Config>
 PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shape) {
   const PagedKv& kv = p.kv;
@@ -382,27 +409,17 @@ PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shap
   if (kv.layout != KvLayout::kVllm) {
     const bool contiguous = p.key_start_loc != nullptr;  // a single block: its stride is unused
     const int tokens = contiguous ? Config::kTokens : kPrefillBoxTokens;
-    // Rows that begin within a sector of 32 bytes: fetching more of them costs time.
-    // (prefill/any_shape.md, d72_8x1k NHD: 152.7 us with 256 bytes, 136.4 us without.)
-    const auto promotion = kv.head_size % 16 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-                                                  : CU_TENSOR_MAP_L2_PROMOTION_NONE;
     const auto value_map = [&](int tokens) {
       return swizzled_row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
                               contiguous ? kv.value_token_stride : kv.value_block_stride, tokens,
-                              promotion);
+                              row_promotion(kv));
     };
-    maps.key =
-        swizzled_row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride,
-                         contiguous ? kv.key_token_stride : kv.key_block_stride, tokens, promotion);
+    maps.key = key_row_map<Config>(p);
     maps.value = value_map(tokens);
     if (contiguous) maps.value_box = value_map(kPrefillBoxTokens);
     return maps;
   }
-  const int chunks = kv.head_size / 8;
-  maps.key = encode_tensor_map<5>(
-      kv.key, {64, chunks, kv.block_size / 8, kv.num_kv_heads, kv.num_blocks},
-      {kv.key_chunk_stride * 2, 128, kv.key_head_stride * 2, kv.key_block_stride * 2},
-      {64, Config::kHeadSize / 8, 2, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+  maps.key = packed_key_map<Config>(kv);
   // A line has the rows of `dims` dimensions.
   const ValueBoxes& boxes = shape.value_boxes;
   const int dims = boxes.swizzle == 7 ? 4 >> boxes.shift : 1;
@@ -421,10 +438,12 @@ PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shap
 template <typename Config>
 PrefillShape launch_shape(const PagedAttentionParams& p, const PrefillLaunch& launch) {
   PrefillShape shape = prefill_shape(p, launch.min_query_len);
+  shape.page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1;
   shape.query_by_tma = Config::kRows % shape.group == 0;
   shape.has_concurrent_launch = launch.has_concurrent_launch;
   shape.gathered_starts = launch.gathered_starts;
   shape.takes_gathered = launch.takes_gathered;
+  shape.value_starts = launch.value_starts;
   shape.concurrent_ratio =
       concurrent_ratio(p, current_device_model(), Config::kRows, Config::kHeadSize);
   return shape;
@@ -445,7 +464,6 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
                            void* stream) {
   using Config = PrefillConfig<T, kHeadSize, kForm, kAdjusts, kCacheIs8Bit>;
   PrefillShape shape = launch_shape<Config>(p, launch);
-  shape.page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1;
   if (kForm == KvForm::kPackedBoxes) shape.value_boxes = value_boxes<Config>(p.kv);
   launch_with<Config>(p, shape, prefill_maps<Config>(p, shape), launch, stream);
 }

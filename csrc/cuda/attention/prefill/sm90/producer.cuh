@@ -250,7 +250,9 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
           }
         } else {
           const uint32_t present = __ballot_sync(0xffffffffu, block >= 0 || !pages.visible(token));
-          if (lane == 0) shared.present_boxes[state.index] = present & kAllBoxes;
+          // Beside V that was copied, a page that is not valid has zeros.
+          const uint32_t boxes = kIsFp8<typename Config::Operand> ? kAllBoxes : present & kAllBoxes;
+          if (lane == 0) shared.present_boxes[state.index] = boxes;
         }
         if (lane == 0) {
           barrier_expect(full, (kBoxes - (__popc(masked_boxes) << box_shift)) * kBoxBytes);
@@ -278,21 +280,23 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
 
 // Producer warp of V for e4m3 queries: V^T of a KV tile is one TMA box (fp8.cuh).
 template <typename Config>
-__device__ __forceinline__ void copy_transposed_values(const PrefillMaps& maps,
+__device__ __forceinline__ void copy_transposed_values(const PrefillShape& shape,
+                                                       const PrefillMaps& maps,
                                                        PrefillShared<Config>& shared,
                                                        uint32_t stages, int lane) {
   constexpr int kTokens = Config::kTokens;
   wait_for_primary_kernel();
   PipelineState<Config::kValueStages> state;
   for_each_tile(shared, lane, [&](const PrefillTile& work_tile) {
+    const int first_row = shape.value_starts[work_tile.seq];
 #pragma unroll 1
     for (int i = work_tile.tiles - 1; i >= 0; --i, state.advance()) {
       const uint32_t full = shared_address(&shared.value_full[state.index]);
       barrier_wait(shared_address(&shared.value_empty[state.index]), state.phase ^ 1);
       if (lane == 0) {
         barrier_expect(full, Config::kHeadSize * kTokens);
-        const int token = work_tile.first_key + (work_tile.first_tile + i) * kTokens;
-        tma_copy_box(stages + state.index * Config::kTileBytes, &maps.value, token / 2, 0,
+        const int row = first_row + (work_tile.first_tile + i) * kTokens;
+        tma_copy_box(stages + state.index * Config::kTileBytes, &maps.value, row / 2, 0,
                      work_tile.kv_head, 0, full);
       }
       __syncwarp();
