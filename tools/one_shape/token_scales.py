@@ -15,8 +15,10 @@ def attend_by_tokens(
     dtype: torch.dtype, heads: int, head_size: int, key: torch.Tensor, value: torch.Tensor,
     tables: torch.Tensor, **options: object,
 ) -> None:  # fmt: skip
-    """Decode, several query tokens, prompts, and keys that are gathered, over TOKEN_LENS. float32 has
-    one kernel, which long prompts would keep busy for minutes."""
+    """Decode, several query tokens, prompts, and keys that are gathered, over TOKEN_LENS.
+
+    float32 has one kernel. Long prompts would keep it busy for minutes under racecheck.
+    """
     lens = torch.tensor(TOKEN_LENS, dtype=torch.int32, device=CUDA)
     counts = {1: [1, 1, 1, 1], 9: [9, 0, 5, 1], 330: [330, 0, 20, 300], 1100: [600, 0, 1, 1100]}
     if dtype == torch.float32:
