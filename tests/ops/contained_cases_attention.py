@@ -140,17 +140,18 @@ def several_query_tokens(count: int, page: int, stored: torch.dtype, layout: str
 def varlen_attention() -> None:
     """Starts out of range of contiguous keys and queries: the other sequences come out right."""
     torch.manual_seed(1)
-    for dtype in (torch.float32, torch.bfloat16):
-        query = torch.randn(300, 16, 128, device=CUDA, dtype=dtype)
-        key, value = torch.randn(2, 500, 2, 128, device=CUDA, dtype=dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        query = torch.randn(300, 32, 128, device=CUDA).to(dtype)
+        key, value = torch.randn(2, 500, 4, 128, device=CUDA).to(dtype)
 
         def run(queries=(0, 100, 200, 300), keys=(0, 150, 300, 500), query=query, key=key,
                 value=value) -> torch.Tensor:  # fmt: skip
             starts = [torch.tensor(x, device=CUDA, dtype=torch.int32) for x in (queries, keys)]
-            out = torch.full_like(query, float("nan"))
+            result = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
+            out = torch.full_like(query, float("nan"), dtype=result)
             vk.varlen_attention(query, key, value, *starts, max_query_len=100, out=out)
             torch.cuda.synchronize()
-            return out.view(3, 100, 16, 128)
+            return out.view(3, 100, 32, 128)
 
         want = run()
         vk.check()

@@ -56,10 +56,22 @@ def test_large_varlen(options):
         assert check_varlen(case, **options) == ON_HOPPER
 
 
+# 16 query heads per KV head: so many rows that K is copied.
+GROUPS = pytest.mark.parametrize("group", [4, 16])
+
+
+@GROUPS
+@pytest.mark.parametrize("page", [32, 256])
+def test_other_pages(layout, page, group):
+    sizes = {**SIZES, "heads": 4 * group, "layout": layout, "block_size": page}
+    check_in_8_bits(e4m3_case("cuda", [1500, 300], [900, 300], query_scales(4), **sizes))
+
+
+@GROUPS
 @pytest.mark.parametrize("page", [16, 64])
-def test_large_windows(layout, page):
+def test_large_windows(layout, page, group):
     """Pages before the window hold NaN, and then have the id -1."""
-    sizes = {"heads": 16, "kv_heads": 4, "head_size": 128, "layout": layout, "block_size": page}
+    sizes = {**SIZES, "heads": 4 * group, "layout": layout, "block_size": page}
     case = e4m3_case("cuda", [4024], [1024], query_scales(4), **sizes, sliding_window=500)
     check_in_8_bits(case)
     want = case.run()
@@ -77,9 +89,10 @@ def test_other_groups(layout, group):
     check_in_8_bits(e4m3_case("cuda", [1500, 300], [900, 300], query_scales(4), **sizes))
 
 
+@GROUPS
 @pytest.mark.parametrize("head_size", [32, 80, 96, 112, 160])
-def test_other_head_sizes(layout, head_size):
-    sizes = {**SIZES, "head_size": head_size, "layout": layout}
+def test_other_head_sizes(layout, head_size, group):
+    sizes = {**SIZES, "heads": 4 * group, "head_size": head_size, "layout": layout}
     case = e4m3_case("cuda", [1500, 300], [900, 300], query_scales(4), **sizes)
     check_in_8_bits(case, head_size <= 128)
 
@@ -88,6 +101,31 @@ def test_pages_of_8(layout):
     sizes = {**SIZES, "layout": layout, "block_size": 8}
     case = e4m3_case("cuda", [1500, 300], [900, 300], query_scales(4), **sizes)
     check_in_8_bits(case, layout != "vllm")
+
+
+def sliced(cache: Tensor, dim: int, heads: int) -> Tensor:
+    """A copy that is a slice of a cache with so many more heads, which are NaN."""
+    sizes = list(cache.shape)
+    sizes[dim] += heads
+    wide = torch.full(sizes, NAN, device=cache.device).to(E4M3)
+    return wide.narrow(dim, heads // 2, cache.shape[dim]).copy_(cache)
+
+
+@GROUPS
+def test_slices_of_caches(layout, group):
+    """K and V with other strides, and those of one head for all, change no bit."""
+    sizes = {**SIZES, "heads": 4 * group, "layout": layout}
+    case = e4m3_case("cuda", [1500, 300], [900, 300], query_scales(4), **sizes)
+    want, dim = case.run(), 2 if layout == "NHD" else 1
+    key, value = sliced(case.key_cache, dim, 2), sliced(case.value_cache, dim, 4)
+    other = replace(case, key_cache=key, value_cache=value)
+    assert other.multiplies_in_8_bits() == ON_HOPPER
+    assert torch.equal(other.run(), want)
+    heads = [cache.narrow(dim, 1, 1).expand(cache.shape) for cache in (key, value)]
+    other = replace(case, key_cache=heads[0], value_cache=heads[1])
+    assert other.multiplies_in_8_bits() == ON_HOPPER
+    copied = replace(case, key_cache=heads[0].contiguous(), value_cache=heads[1].contiguous())
+    assert torch.equal(other.run(), copied.run())
 
 
 def test_other_memory(layout):
@@ -132,11 +170,12 @@ def test_mean_of_long_rows(length):
 # --- bad input
 
 
+@GROUPS
 @pytest.mark.parametrize("bad", [-1, 2**30, -(2**31)])
-def test_bad_block_ids(layout, bad):
+def test_bad_block_ids(layout, bad, group):
     """Such a page counts as one of zeros. No other sequence changes."""
-    lens = [700, 600]
-    case = e4m3_case("cuda", lens, lens, query_scales(4), **SIZES, layout=layout)
+    lens, sizes = [700, 600], {**SIZES, "heads": 4 * group, "layout": layout}
+    case = e4m3_case("cuda", lens, lens, query_scales(4), **sizes)
     check_in_8_bits(case)
     good = case.run()
     zeros = sorted(set(range(len(case.key_cache))) - set(case.block_tables.flatten().tolist()))[0]

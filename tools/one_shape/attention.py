@@ -55,6 +55,7 @@ def general_attention() -> None:
         for stored in (dtype, *eight_bits):
             for head_size, page in (
                 (128, 16), (64, 16), (48, 32), (256, 8), (96, 64), (80, 16), (112, 8), (192, 256),
+                (128, 1),
             ):  # fmt: skip
                 pages, heads = -(-700 // page) + 8, 2
                 tables = torch.randint(0, pages, (4, -(-700 // page)), device=CUDA).int()
@@ -113,11 +114,16 @@ def eight_bit_queries() -> None:
             query = torch.randn(434, 8 * heads, head_size, device=CUDA).to(torch.float8_e4m3fn)
             out = torch.empty(query.shape, device=CUDA, dtype=dtype)
             scale = torch.rand(heads, device=CUDA) + 0.5
-            pages = {"NHD": (rows, rows), "vllm": in_vllm_layout(rows)}
-            for layout, (key, value) in pages.items():
+            small = rows.view(8 * 21, 8, heads, head_size)  # K is copied
+            halves = torch.randperm(8 * 21, device=CUDA).view(4, 42).int()
+            caches = (
+                ("NHD", tables, (rows, rows)), ("vllm", tables, in_vllm_layout(rows)),
+                ("NHD", halves, (small, small)),
+            )  # fmt: skip
+            for layout, ids, (key, value) in caches:
                 for options in ({}, {"sliding_window": 70}, {"softcap": 2.0}, {"causal": False}):
                     vllm_kernels.paged_attention(
-                        query, key, value, tables, lens, layout=layout, query_start_loc=starts,
+                        query, key, value, ids, lens, layout=layout, query_start_loc=starts,
                         max_query_len=290, q_scale=scale, k_scale=scale, out=out, **options,
                     )  # fmt: skip
                     torch.cuda.synchronize()

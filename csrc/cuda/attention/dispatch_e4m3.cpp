@@ -23,15 +23,22 @@ void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
   const int64_t rows =
       kFp8Rows + (p.key_start_loc != nullptr ? padded(longest + int64_t{p.num_seqs} * kFp8Rows)
                                              : p.num_seqs * padded(longest));
-  const bool has_room = rows <= kMaxGatherBytes / Fp8Scratch(p, 1).starts;
+  const auto has_room = [&](bool copies_keys) {
+    return rows <= kMaxGatherBytes / Fp8Scratch(p, 1, copies_keys).starts;
+  };
+  // TMA cannot read pages below 16 tokens.
+  const int64_t query_rows = int64_t{p.max_query_len} * (p.num_heads / kv.num_kv_heads);
+  const bool is_paged = p.key_start_loc == nullptr;
+  const bool copies_keys =
+      is_paged && (kv.block_size < 16 || (query_rows >= kRowsOfCopiedKeys && has_room(true)));
   const bool fits =
       choice.main.kernel == AttentionKernel::kPrefillSm90 && p.fixed_split_size == 0 &&
       kv.dtype == DType::kFp8E4M3 && p.head_size() <= kMaxHeadSizeFp8 && !p.modifies_scores() &&
       cache_is_aligned(p) && packs_pages && is_aligned(p.query, 16) && p.query_stride % 16 == 0 &&
-      p.query_stride > 0 &&
-      int64_t{p.max_query_len} * (p.num_heads / kv.num_kv_heads) >= kRowsOfFp8Products && has_room;
+      p.query_stride > 0 && query_rows >= kRowsOfFp8Products && has_room(copies_keys);
   if (fits) {
     choice.fp8_rows = rows;
+    choice.copies_fp8_keys = copies_keys;
     choice.gathered_rows = 0;
     choice.gathers_some = false;
     choice.main.padded_head_size = p.head_size() <= 64 ? 64 : kMaxHeadSizeFp8;

@@ -109,7 +109,7 @@ std::string describe(const AttentionChoice& choice) {
   }
   if (choice.fp8_rows > 0) {
     text += "\nmultiplied in 8 bits, after V of up to " + std::to_string(choice.fp8_rows) +
-            " tokens is transposed";
+            " tokens is transposed" + (choice.copies_fp8_keys ? " and K is copied" : "");
   } else if (choice.upcasts_query) {
     text += "\nafter the queries are converted to 16 bits";
   }

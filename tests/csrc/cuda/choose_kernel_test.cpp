@@ -283,7 +283,7 @@ TEST(ChooseKernel, E4M3QueriesOfManySequences) {
 // Calls with e4m3 queries: which are multiplied in 8 bits, and which get queries of 16 bits.
 TEST(ChooseKernel, E4M3Queries) {
   Draw draw(5);
-  int multiplied = 0;
+  int multiplied = 0, copied = 0;
   for (int i = 0; i < 20000; ++i) {
     Call call = draw_call(draw);
     PagedAttentionParams& p = call.params;
@@ -295,8 +295,11 @@ TEST(ChooseKernel, E4M3Queries) {
     multiplied += in_8_bits;
     EXPECT_EQ(choice.upcasts_query, !in_8_bits || choice.has_concurrent_decode) << call.name;
     if (!in_8_bits) continue;
-    const Fp8Scratch scratch(p, choice.fp8_rows);
+    const Fp8Scratch scratch(p, choice.fp8_rows, choice.copies_fp8_keys);
     EXPECT_LE(scratch.starts, kMaxGatherBytes) << call.name;
+    const bool is_paged = p.key_start_loc == nullptr;
+    EXPECT_TRUE(choice.copies_fp8_keys ? is_paged : !is_paged || p.kv.block_size >= 16);
+    copied += choice.copies_fp8_keys;
     EXPECT_EQ(scratch.value % 16 + scratch.starts % 4, 0) << call.name;
     EXPECT_LE(p.head_size(), kMaxHeadSizeFp8) << call.name;
     EXPECT_EQ(choice.main.kernel, AttentionKernel::kPrefillSm90) << call.name;
@@ -309,6 +312,8 @@ TEST(ChooseKernel, E4M3Queries) {
     EXPECT_EQ(reinterpret_cast<uintptr_t>(p.query) % 16 + p.query_stride % 16, 0) << call.name;
   }
   EXPECT_GT(multiplied, 100);
+  EXPECT_GT(copied, 10);
+  EXPECT_GT(multiplied - copied, 10);
 }
 
 // No kernel runs that would take the scales for one.

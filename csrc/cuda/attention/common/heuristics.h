@@ -100,7 +100,7 @@ inline int gather_rows(const PagedKv& kv) {
 constexpr int kRowsOfFp8Products = 256;
 // The same: from so many query rows on, K of pages is copied to contiguous rows, which TMA reads
 // faster than boxes of 16 tokens. (prefill/fp8_queries.md, d64_1x8k, 32,768 rows: 540 to 522 us;
-// d128_8x1k, 4096 rows: 131.5 to 134.9.)
+// d128_8x1k, 4096 rows: 131.5 to 134.9. No row between these.)
 constexpr int kRowsOfCopiedKeys = 8192;
 // Max bytes of the gathered K and V. (No row.)
 constexpr int64_t kMaxGatherBytes = int64_t{256} << 20;

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/attention/common/heuristics.h"
 #include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
@@ -101,8 +100,9 @@ struct AttentionChoice {
   // The sequences may have more rows. A second launch reads the others' K and V where they are.
   bool gathers_some = false;
   // e4m3 queries. Not 0: both products have 8-bit operands, and V is first transposed, to scratch
-  // memory with room for so many tokens of each head.
+  // memory with room for so many tokens of each head. K may be copied to such rows, too.
   int64_t fp8_rows = 0;
+  bool copies_fp8_keys = false;
   // A launch needs the queries in 16 bits.
   bool upcasts_query = false;
 };
@@ -125,12 +125,6 @@ inline int64_t gather_bytes(const PagedAttentionParams& p, int64_t rows) {
   return rows == 0 ? 0 : 2 * gathered_tensor_bytes(p, rows) + int64_t{4} * (p.num_seqs + 3);
 }
 
-// 8-bit products: whether K is copied beside V. TMA cannot read pages below 16 tokens.
-inline bool copies_fp8_keys(const PagedAttentionParams& p) {
-  const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
-  return p.key_start_loc == nullptr && (p.kv.block_size < 16 || rows >= kRowsOfCopiedKeys);
-}
-
 // Scratch of gather_fp8_keys() for `rows` rows of a KV head, in bytes: K from 0 on if it is copied,
 // padded to 32 bytes a row, V^T, the first row of each sequence, their lengths, two scales a KV
 // head. A sequence has a multiple of kFp8Rows rows.
@@ -139,8 +133,8 @@ struct Fp8Scratch {
   int64_t key_bytes;  // of a row of K
   int64_t value, starts, lens, scales, total;
 
-  Fp8Scratch(const PagedAttentionParams& p, int64_t rows)
-      : key_bytes(copies_fp8_keys(p) ? (p.head_size() + 31) / 32 * 32 : 0),
+  Fp8Scratch(const PagedAttentionParams& p, int64_t rows, bool copies_keys)
+      : key_bytes(copies_keys ? (p.head_size() + 31) / 32 * 32 : 0),
         value(rows * p.kv.num_kv_heads * key_bytes),
         starts(value + rows * p.kv.num_kv_heads * p.head_size()),
         lens(starts + int64_t{4} * (p.num_seqs + 1)),
@@ -154,8 +148,9 @@ struct AttentionScratch {
 };
 inline AttentionScratch attention_scratch(const PagedAttentionParams& p,
                                           const AttentionChoice& choice) {
-  const int64_t keys = choice.fp8_rows > 0 ? Fp8Scratch(p, choice.fp8_rows).total
-                                           : gather_bytes(p, choice.gathered_rows);
+  const int64_t keys = choice.fp8_rows > 0
+                           ? Fp8Scratch(p, choice.fp8_rows, choice.copies_fp8_keys).total
+                           : gather_bytes(p, choice.gathered_rows);
   const int64_t query_bytes = int64_t{p.num_tokens} * p.num_heads * p.head_size() * 2;
   const int64_t offset = (keys + 255) / 256 * 256;
   return {offset, choice.upcasts_query ? offset + query_bytes : keys};

@@ -1,5 +1,5 @@
 // Transposes V of an e4m3 cache for the 8-bit wgmma of prefill sm90 (sm90/fp8.cuh), and may copy K
-// (copies_fp8_keys()).
+// (AttentionChoice::copies_fp8_keys).
 //
 // Scratch: K [num_kv_heads, rows, head_size padded to 32] if it is copied, V^T [num_kv_heads,
 // head_size, rows], then the first row of each sequence [num_seqs + 1], the lengths [num_seqs],
@@ -207,9 +207,9 @@ Fp8Keys gather_fp8_keys(const PagedAttentionParams& p, const E4M3Query& query,
                         const AttentionChoice& choice, void* scratch, void* stream) {
   const PagedKv& kv = p.kv;
   const auto rows = static_cast<int32_t>(choice.fp8_rows);
-  const Fp8Scratch at(p, rows);
+  const Fp8Scratch at(p, rows, choice.copies_fp8_keys);
   char* base = static_cast<char*>(scratch);
-  char* key = copies_fp8_keys(p) ? base : nullptr;
+  char* key = choice.copies_fp8_keys ? base : nullptr;
   char* value = base + at.value;
   auto* starts = reinterpret_cast<int32_t*>(base + at.starts);
   auto* lens = reinterpret_cast<int32_t*>(base + at.lens);

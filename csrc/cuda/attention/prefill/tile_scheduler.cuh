@@ -228,7 +228,7 @@ class PrefillTileScheduler {
     row_blocks_ = query_len_ = seq_len_ = first_query_ = first_key_ = 0;
     if (seq >= p.num_seqs) return;
     const RowRange keys = key_range(p, seq);
-    first_key_ = keys.first;
+    first_key_ = max(keys.first, 0);  // beside lengths in scratch memory it is the caller's
     seq_len_ = keys.count;
     const RowRange queries = query_range(p, seq);
     first_query_ = queries.first;

@@ -31,13 +31,7 @@ template <typename Config>
 PrefillMaps prefill_fp8_maps(const PagedAttentionParams& p, const PrefillShape& shape) {
   const PagedKv& kv = p.kv;
   PrefillMaps maps{};
-  // A dimension counts 16 bits.
-  if (shape.query_by_tma) {
-    maps.query = encode_tensor_map<4>(
-        const_cast<void*>(p.query), {kv.head_size / 2, p.num_heads, p.num_tokens, 1},
-        {kv.head_size, p.query_stride, p.query_stride},
-        {64, shape.group, Config::kRows / shape.group, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
-  }
+  if (shape.query_by_tma) maps.query = query_map<Config>(p, shape);
   maps.key =
       Config::kForm == KvForm::kSwizzledRows ? key_row_map<Config>(p) : packed_key_map<Config>(kv);
   const int64_t rows = kv.value_dim_stride;

@@ -366,6 +366,18 @@ ValueBoxes value_boxes(const PagedKv& kv) {
   return boxes;
 }
 
+// Queries as (dimension, head, token, 1): one box has a column of all rows of a work tile. A
+// dimension counts 16 bits.
+template <typename Config>
+CUtensorMap query_map(const PagedAttentionParams& p, const PrefillShape& shape) {
+  constexpr int kBytes = sizeof(typename Config::Operand);
+  const int64_t stride = p.query_stride * kBytes;
+  return encode_tensor_map<4>(
+      const_cast<void*>(p.query), {p.kv.head_size * kBytes / 2, p.num_heads, p.num_tokens, 1},
+      {p.kv.head_size * kBytes, stride, stride}, {64, shape.group, Config::kRows / shape.group, 1},
+      CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
 // Layout vllm: K as (8 tokens x 16 bytes, chunk, token / 8, KV head, block). Chunks have 16 bytes.
 template <typename Config>
 CUtensorMap packed_key_map(const PagedKv& kv) {
@@ -399,12 +411,7 @@ template <typename Config>
 PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shape) {
   const PagedKv& kv = p.kv;
   PrefillMaps maps;
-  if (shape.query_by_tma) {  // (dimension, head, token, 1): one box has all rows of a work tile
-    maps.query = encode_tensor_map<4>(
-        const_cast<void*>(p.query), {kv.head_size, p.num_heads, p.num_tokens, 1},
-        {kv.head_size * 2, p.query_stride * 2, p.query_stride * 2},
-        {64, shape.group, Config::kRows / shape.group, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
-  }
+  if (shape.query_by_tma) maps.query = query_map<Config>(p, shape);
   if (Config::kCacheIs8Bit) return maps;
   if (kv.layout != KvLayout::kVllm) {
     const bool contiguous = p.key_start_loc != nullptr;  // a single block: its stride is unused
