@@ -399,6 +399,7 @@ class KvPipeline {
                                              uint32_t lanes);
   __device__ __forceinline__ void copy_rows(const PagedKv& kv, uint32_t stage, uint32_t barrier,
                                             int page, int32_t block, bool is_valid);
+  __device__ __forceinline__ void copy_single_tokens(uint32_t stage, int32_t block, bool is_valid);
   __device__ __forceinline__ void copy_chunks(const PagedKv& kv, uint32_t stage, uint32_t barrier,
                                               int32_t block, bool is_valid);
   __device__ __forceinline__ void copy_boxes(const PagedKv& kv, uint32_t stage, uint32_t barrier,

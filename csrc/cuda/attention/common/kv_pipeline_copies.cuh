@@ -85,44 +85,61 @@ __device__ __forceinline__ void KvPipeline<Cache, kMaxHeadSize, kTokens, kForm, 
 #endif
 }
 
-// Adjacent lanes copy adjacent chunks of a row. Shuffles and addresses of four copies overlap,
-// because a scheduler has two warps. (small_ops/pages.md, 64 x 2k in pages of one token.)
+// Pages of one token whose rows have 2, 4 .. 32 chunks: a lane has the same chunk of all its rows.
+// Rows without a page become 0. Few instructions, because a scheduler has two warps
+// (small_ops/pages.md).
+template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm, bool kShared>
+__device__ __forceinline__ void
+KvPipeline<Cache, kMaxHeadSize, kTokens, kForm, kShared>::copy_single_tokens(uint32_t stage,
+                                                                             int32_t block,
+                                                                             bool is_valid) {
+  const uint32_t first = layout_.chunk_divisor.divide(lane_),
+                 chunk = lane_ - first * layout_.chunks;
+  const uint32_t step = layout_.chunk_divisor.divide(32);
+  const int end = seq_len_ - first_token_;
+  const uint64_t key = key_ + chunk, value = value_ + chunk;
+  const uint32_t column = stage + chunk / 8 * kColumnStride<kTokens>;
+  const int32_t own = is_valid ? block : -1;
+#pragma unroll 4
+  for (uint32_t row = first; row < kTokens; row += step) {
+    const int32_t found = __shfl_sync(0xffffffffu, own, row);
+    const bool present = found >= 0 && static_cast<int>(row) < end;
+    const uint64_t page = present ? static_cast<uint32_t>(found) : 0;
+    const uint32_t to = column + row * kColumnBytes + (chunk ^ row) % 8 * 16;
+    const auto copy = [&](uint32_t at, uint64_t from) {
+      copy16_async(at, reinterpret_cast<const char*>(from << 4), present ? 16 : 0);
+    };
+    copy(to + layout_.key_offset, key + page * layout_.key_block);
+    copy(to, value + page * layout_.value_block);
+  }
+}
+
+// Adjacent lanes copy adjacent chunks of a row.
 template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm, bool kShared>
 __device__ __forceinline__ void KvPipeline<Cache, kMaxHeadSize, kTokens, kForm,
                                            kShared>::copy_chunks(const PagedKv& kv, uint32_t stage,
                                                                  uint32_t barrier, int32_t block,
                                                                  bool is_valid) {
-  const int chunks = layout_.chunks, page_mask = (1 << layout_.page_shift) - 1;
-  const int end = min(kTokens, seq_len_ - first_token_);
-  const int32_t valid_block = is_valid ? block : -1;
-  const auto key_token = static_cast<uint32_t>(kv.key_token_stride * kBytes / 16);
-  const auto value_token = static_cast<uint32_t>(kv.value_token_stride * kBytes / 16);
-  // The lane's row and chunk, and how far its next ones are.
-  int row = layout_.chunk_divisor.divide(lane_), chunk = lane_ - row * chunks;
-  const int row_step = layout_.chunk_divisor.divide(32), chunk_step = 32 - row_step * chunks;
-#pragma unroll 4
-  for (int first = 0; first < kTokens * chunks; first += 32) {
-    const int page = row >> layout_.page_shift & (1 << layout_.pages_shift) - 1;
-    const int32_t of_row = __shfl_sync(0xffffffffu, valid_block, page);
-    if (of_row >= 0 && row < end) {
-      const auto token = static_cast<uint32_t>(first_token_ + row & page_mask);
-      const auto from = [&](uint64_t head, uint32_t block_stride, uint32_t token_stride) {
-        return reinterpret_cast<const char*>(
-            head + uint64_t{static_cast<uint32_t>(of_row)} * block_stride +
-                uint64_t{token} * token_stride + chunk
-            << 4);
-      };
-      const uint32_t to = stage + chunk / 8 * kColumnStride<kTokens> + row * kColumnBytes +
-                          ((chunk ^ row) % 8) * 16;
-      copy16_async(to + layout_.key_offset, from(key_, layout_.key_block, key_token));
-      copy16_async(to, from(value_, layout_.value_block, value_token));
-    }
-    row += row_step;
-    chunk += chunk_step;
-    if (chunk >= chunks) {
-      chunk -= chunks;
-      ++row;
-    }
+  const int all = layout_.chunks;
+  if (layout_.page_shift == 0 && (all & all - 1) == 0 && all <= 32 && all * kTokens >= 32) {
+    copy_single_tokens(stage, block, is_valid);
+    return arrive_copies(barrier);
+  }
+  const int page_mask = (1 << layout_.page_shift) - 1;
+#pragma unroll 1
+  for (int first = 0; first < kTokens * layout_.chunks; first += 32) {
+    const int row = layout_.chunk_divisor.divide(first + lane_);
+    const int chunk = first + lane_ - row * layout_.chunks;
+    const int of_row = row >> layout_.page_shift & (1 << layout_.pages_shift) - 1;
+    const int32_t row_block = __shfl_sync(0xffffffffu, block, of_row);
+    const bool row_is_valid = __shfl_sync(0xffffffffu, is_valid, of_row);
+    if (!row_is_valid || row >= kTokens || first_token_ + row >= seq_len_) continue;
+    const int64_t token = first_token_ + row & page_mask;
+    const uint32_t to =
+        stage + chunk / 8 * kColumnStride<kTokens> + row * kColumnBytes + ((chunk ^ row) % 8) * 16;
+    copy16_async(to + layout_.key_offset,
+                 key_page(row_block) + token * kv.key_token_stride * kBytes + chunk * 16);
+    copy16_async(to, value_page(row_block) + token * kv.value_token_stride * kBytes + chunk * 16);
   }
   arrive_copies(barrier);
 }
