@@ -170,10 +170,10 @@ def sparq_attention(
     Raises:
         Unsupported: for ``components="single"``.
         RuntimeError: for another dtype, shape, stride or device than above, an r or k that does not
-            fit, or outputs that overlap another tensor. On CUDA also for a query group (query
-            heads of a KV head x head_size) above 24,000 elements, or 56,000 on Hopper. On the CPU also for a length or a block out
-            of range. On CUDA a length is cut to the table, and a bad block's page comes last and is
-            skipped; both are reported with VLLM_KERNELS_CHECK=1.
+            fit, or outputs that overlap another tensor. On the CPU also for a length or a block out
+            of range. On CUDA also for a query group (query heads of a KV head x head_size) above
+            24,000 elements, or 56,000 on Hopper. There a length is cut to the table, and a bad
+            block's page comes last and is skipped; both are reported with VLLM_KERNELS_CHECK=1.
 
     Example:
         >>> query = torch.randn(1, 8, 64)
