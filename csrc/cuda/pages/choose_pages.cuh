@@ -56,7 +56,10 @@ __device__ __forceinline__ uint64_t edge_of_few(const uint32_t (&own)[4], int fi
   if (lane == 0) shared.warp_keys[warp] = uint64_t{low} << 32 | high;
   if (threadIdx.x == 0) shared.list.sizes[0] = 0;
   const int target = budget - static_cast<int>(count_before(shared, always).all);
-  if (target <= 0) return ~uint64_t{0};  // pages that are always kept fill the budget
+  if (target <= 0) {  // pages that are always kept fill the budget
+    __syncthreads();  // the caller counts again
+    return ~uint64_t{0};
+  }
   const uint64_t range = shared.warp_keys[lane % kRowWarps];
   low = __reduce_min_sync(kAll, static_cast<uint32_t>(range >> 32));
   high = __reduce_max_sync(kAll, static_cast<uint32_t>(range));
