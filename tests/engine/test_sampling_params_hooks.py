@@ -197,6 +197,11 @@ def test_no_token_left(params: dict[str, object], overlap: bool) -> None:
         ),
         ({"logits_mask": Fails}, 0, KeyError, "'a bug'"),
         (
+            {"logits_mask": object}, 0, ValueError,
+            "Engine: request 1: logits_mask: expected an object with fill_next_token_bitmask, got "
+            "object",
+        ),
+        (
             {"logits_mask": Refuses}, 1, ValueError,
             "Engine: request 1: logits_mask: expected to accept token 0, which was drawn, got "
             "False",
@@ -206,7 +211,7 @@ def test_no_token_left(params: dict[str, object], overlap: bool) -> None:
             "Engine: request 1: logits_processor: expected scores of shape (1, 128), got (128,)",
         ),
     ],
-    ids=["forbids", "fails", "refuses", "shape"],
+    ids=["forbids", "fails", "no mask", "refuses", "shape"],
 )  # fmt: skip
 def test_a_hook_that_fails_ends_its_request_alone(
     hook: dict[str, Callable], count: int, kind: type[Exception], message: str, overlap: bool

@@ -251,9 +251,13 @@ def test_bad_input(device):
             r"uniforms: expected uniforms or seeds, got both$",
         ),
         ({"bitmask_rows": ints}, r"bitmask_rows: expected a bitmask with it, got None$"),
+        ({"bitmask": x > 0}, r"bitmask: expected int32 words of 32 .* token: pack the bits$"),
+        ({"bitmask": (x > 0).int()}, r"bitmask: expected int32 words of 32 .*: pack the bits$"),
+        ({"bias": (entry, ones)}, r"bias: expected \(indptr, tokens, values\), got \[a tensor.*"),
+        ({"token_counts": {1: 2}}, r"token_counts: expected \(indptr, tokens, counts\), got .*"),
         (
             {"repetition": ones},
-            r"counts: expected the counts of tokens to penalize, got None$",
+            r"token_counts: expected lists of the tokens to penalize, got None$",
         ),
         (
             {"token_counts": (ends[:2], entry, entry)},

@@ -117,19 +117,23 @@ def sample(
         top_p: float32 [num_samples]; 1 or None: all tokens. At least one token is kept.
         min_p: float32 [num_samples]; keeps logits of at least the highest + ln(min_p). 0 or None:
             all tokens.
-        uniforms: float32 [num_samples] in [0, 1], the random numbers.
+        uniforms: float32 [num_samples] in [0, 1], the random numbers. Others, and NaN, draw some
+            kept token.
         seeds, offsets: int64 [num_samples], in place of ``uniforms``: Philox 4x32-10 with a seed's
             key and an offset's counter.
         bitmask: int32 [mask_rows, words]. Bit j % 32 of word j // 32 allows token j; tokens past
             the last word are allowed. xgrammar's layout.
         bitmask_rows: int32 [num_samples], the mask's row of each sample, -1: none. None: i.
-        token_counts: lists of (indptr, tokens, int32 counts). A count of 0 is a token of the prompt
-            alone.
+        token_counts: lists (indptr int32 [num_samples + 1], tokens int32 [entries], counts int32
+            [entries]). Those of sample i are entries indptr[i] to indptr[i + 1] - 1. A token stands
+            there once; -1 skips its entry. A count of 0 is a token of the prompt alone. Errors name
+            the tensors ``count_indptr``, ``count_tokens`` and ``counts``.
         repetition: float32 [num_samples]. Divides positive logits of listed tokens, multiplies
             others.
         frequency: float32 [num_samples], subtracted count times.
         presence: float32 [num_samples], subtracted if the count is not 0.
-        bias: lists of (indptr, tokens, float32 values), added to the logits.
+        bias: such lists (indptr, tokens, float32 values), added to the logits. Errors name them
+            ``bias_indptr``, ``bias_tokens`` and ``bias_values``.
         rows: int32 [num_samples], the row of logits of each sample, which samples may share.
             None: i.
         num_logprobs: 0 to 128, the number of most likely tokens whose log-probabilities are
@@ -170,6 +174,11 @@ def sample(
     found = None
     if num_logprobs is not None:
         found = _made_for_logprobs("sample", "num_logprobs", num_logprobs, samples, logits.device)
+    for name, lists in (("token_counts", token_counts), ("bias", bias)):
+        if lists is not None and (not isinstance(lists, (tuple, list)) or len(lists) != 3):
+            values = "counts" if name == "token_counts" else "values"
+            expected = f"(indptr, tokens, {values})"
+            raise InvalidArgument(f"sample: {name}: expected {expected}, got {short(lists)}")
     call.sample(
         out, logits, temperature, top_k, top_p, min_p, uniforms, seeds, offsets, bitmask,
         bitmask_rows, *(token_counts or (None, None, None)), repetition, frequency, presence,

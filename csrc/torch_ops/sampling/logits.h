@@ -56,10 +56,15 @@ inline const int32_t* read_rows(Expect& expect, const std::optional<Tensor>& row
 
 // Checks a bitmask int32 [mask_rows, words] and its optional `bitmask_rows`.
 inline Bitmask read_bitmask(Expect& expect, const Tensor& bitmask,
-                            const std::optional<Tensor>& bitmask_rows, Size& samples,
-                            Arguments& read) {
+                            const std::optional<Tensor>& bitmask_rows, const Size& vocab_size,
+                            Size& samples, Arguments& read) {
   Size mask_rows("bitmask_rows"), words("words");
-  const Argument mask = expect.tensor("bitmask", bitmask).int32().shape({&mask_rows, &words});
+  Argument mask = expect.tensor("bitmask", bitmask);
+  const char* packed_bits =
+      "bitmask: expected int32 words of 32 tokens each, got one element per token: pack the bits";
+  expect.that(mask.scalar_type() != aoti_torch_dtype_bool(), packed_bits);
+  mask.int32().shape({&mask_rows, &words});
+  expect.that(words != vocab_size || vocab_size == 1, packed_bits);
   Bitmask packed;
   if (bitmask_rows) {
     const Argument r =
@@ -68,9 +73,9 @@ inline Bitmask read_bitmask(Expect& expect, const Tensor& bitmask,
     packed.rows = r.as<const int32_t>();
     read.add(r);
   } else {
-    Argument(mask).at(0, samples);
+    mask.at(0, samples);
   }
-  Argument(mask).inner_contiguous();
+  mask.inner_contiguous();
   read.add(mask);
   packed.words = mask.as<const int32_t>();
   packed.stride = mask.stride(0);

@@ -59,7 +59,7 @@ void apply_token_bitmask_(const Tensor& logits, const Tensor& bitmask,
   Argument x = read_logits(expect, logits, num_rows, vocab_size);
   x.written();
   Arguments read;
-  const Bitmask mask = read_bitmask(expect, bitmask, bitmask_rows, num_rows, read);
+  const Bitmask mask = read_bitmask(expect, bitmask, bitmask_rows, vocab_size, num_rows, read);
   expect.apart({x}, read);
   if (num_rows == 0) return;
   launch(TokenBitmaskParams{.out = x.mutable_data(), .logits = pack_logits(x), .bitmask = mask},
@@ -167,8 +167,10 @@ void spec_verify(const Tensor& tokens, const Tensor& accepted, const Tensor& dra
   Arguments read(drafts);
   expect.that(target_tokens.has_value() != target_probs.has_value(),
               "target_tokens: expected target_tokens or target_probs, got both or none");
-  expect.that(target_probs.has_value() == uniforms.has_value(),
-              "uniforms: expected uniforms with target_probs, and only with them");
+  expect.that(target_probs || !uniforms, "uniforms: expected target_probs with them, got None");
+  expect.that(
+      !target_probs || uniforms,
+      "uniforms: expected float32 [num_seqs, num_draft + 1, 2] with target_probs, got None");
   expect.that(target_probs || !draft_probs, "draft_probs: expected target_probs with it, got None");
   SpecVerifyParams params{};
   if (target_tokens) {

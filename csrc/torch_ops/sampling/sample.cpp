@@ -110,7 +110,8 @@ void sample(const Tensor& tokens, const Tensor& logits, const std::optional<Tens
   read_random(expect, params, uniforms, seeds, offsets, samples, read);
   expect.that(!temperature || uniforms || seeds,
               "temperature: expected uniforms, or seeds and offsets, to draw with, got none");
-  if (bitmask) params.bitmask = read_bitmask(expect, *bitmask, bitmask_rows, samples, read);
+  if (bitmask)
+    params.bitmask = read_bitmask(expect, *bitmask, bitmask_rows, vocab_size, samples, read);
   expect.that(bitmask || !bitmask_rows, "bitmask_rows: expected a bitmask with it, got None");
   params.counts =
       read_lists<int32_t>(expect, {"count_indptr", "count_tokens", "counts"},
@@ -119,7 +120,7 @@ void sample(const Tensor& tokens, const Tensor& logits, const std::optional<Tens
   params.frequency = read_floats(expect, "frequency", frequency, samples, read);
   params.presence = read_floats(expect, "presence", presence, samples, read);
   expect.that(counts || (!repetition && !frequency && !presence),
-              "counts: expected the counts of tokens to penalize, got None");
+              "token_counts: expected lists of the tokens to penalize, got None");
   params.bias =
       read_lists<float>(expect, {"bias_indptr", "bias_tokens", "bias_values"},
                         {bias_indptr, bias_tokens, bias_values}, samples, vocab_size, read);

@@ -83,8 +83,9 @@ class SamplingParams:
         logit_bias: Values to add to the logits of tokens, by token id. They are cut to
             [-100, 100].
         allowed_token_ids: The only tokens that may come. None allows all.
-        bad_words: Words, or lists of token ids, that the output must not contain. The last token
-            of a word is forbidden after its other tokens. Words need a tokenizer.
+        bad_words: Words, or lists of token ids. The last token of a word is forbidden after its
+            other tokens, with and without a space before the word. Other tokens may still spell it.
+            Words need a tokenizer.
         min_tokens: Number of new tokens before the sequence may end by a token or a stop string.
         logprobs: Number of likeliest tokens whose log-probabilities each new token reports,
             besides its own. They are those of the model, before all parameters. -1 means all

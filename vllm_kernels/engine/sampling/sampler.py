@@ -224,7 +224,13 @@ class Sampler:
             if sequence.mask is None:
                 make = sequence.request.params.logits_mask
                 assert make is not None
-                sequence.mask = make()
+                mask = make()
+                if not hasattr(mask, "fill_next_token_bitmask"):
+                    raise InvalidArgument(
+                        f"Engine: request {sequence.request.id}: logits_mask: expected an object "
+                        f"with fill_next_token_bitmask, got {type(mask).__name__}"
+                    )
+                sequence.mask = mask
             sequence.mask.fill_next_token_bitmask(words, 0)
             if constraints is not None and constraints.allowed is not None:
                 words &= torch.from_numpy(constraints.allowed)
