@@ -83,6 +83,7 @@ PRINTED = {
     ("docs/prefix_caching.md", "num_new=0"): r"16 tokens cached, 4 to compute",
     ("docs/prefix_caching.md", "cascade_attention"): r"True",
     ("docs/sampling.md", "token_logprobs"): r"torch.Size\(\[3\]\) torch.Size\(\[3, 6\]\)",
+    ("docs/sampling.md", "bitmask=words"): r"\[40, 6\]",
     ("docs/sampling.md", "num_logprobs=2"): r"\[1\] \[\[1, 1, 2\]\] \[1\]",
     ("docs/sampling.md", "spec_verify"): r"\[\[5, 6, 9, -1\]\] \[2\]",
     ("docs/sampling.md", "bad_words"): r"False \[(True, ){7}True\]",
