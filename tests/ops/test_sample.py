@@ -226,6 +226,10 @@ def test_bad_input(device):
     entry = torch.zeros(1, dtype=torch.int32, device=device)
     ends = torch.tensor([0, 1, 1], dtype=torch.int32, device=device)
     longs = torch.ones(2, dtype=torch.int64, device=device)
+    packed = (
+        r"bitmask: expected int32 words of 32 tokens each, got one element per token: "
+        r"pack the bits$"
+    )
     cases = [
         ({"logits": x.int()}, r"logits: expected float32, float16 or bfloat16, got int32$"),
         ({"logits": x[0]}, r"logits: expected shape \[num_rows, vocab_size\], got shape \[40\]$"),
@@ -251,9 +255,13 @@ def test_bad_input(device):
             r"uniforms: expected uniforms or seeds, got both$",
         ),
         ({"bitmask_rows": ints}, r"bitmask_rows: expected a bitmask with it, got None$"),
-        ({"bitmask": x > 0}, r"bitmask: expected int32 words of 32 .* token: pack the bits$"),
-        ({"bitmask": (x > 0).int()}, r"bitmask: expected int32 words of 32 .*: pack the bits$"),
-        ({"bias": (entry, ones)}, r"bias: expected \(indptr, tokens, values\), got \[a tensor.*"),
+        ({"bitmask": x > 0}, packed),
+        ({"bitmask": (x > 0).int()}, packed),
+        (
+            {"bias": (entry, ones)},
+            r"bias: expected \(indptr, tokens, values\), got \[a tensor, a "
+            r"tensor\]$",
+        ),
         ({"token_counts": {1: 2}}, r"token_counts: expected \(indptr, tokens, counts\), got .*"),
         (
             {"repetition": ones},

@@ -174,17 +174,24 @@ def sample(
     found = None
     if num_logprobs is not None:
         found = _made_for_logprobs("sample", "num_logprobs", num_logprobs, samples, logits.device)
-    for name, lists in (("token_counts", token_counts), ("bias", bias)):
-        if lists is not None and (not isinstance(lists, (tuple, list)) or len(lists) != 3):
-            values = "counts" if name == "token_counts" else "values"
-            expected = f"(indptr, tokens, {values})"
-            raise InvalidArgument(f"sample: {name}: expected {expected}, got {short(lists)}")
     call.sample(
         out, logits, temperature, top_k, top_p, min_p, uniforms, seeds, offsets, bitmask,
-        bitmask_rows, *(token_counts or (None, None, None)), repetition, frequency, presence,
-        *(bias or (None, None, None)), rows, *(found or (None, None, None)),
+        bitmask_rows, *_three("token_counts", "counts", token_counts), repetition, frequency,
+        presence, *_three("bias", "values", bias), rows, *(found or (None, None, None)),
     )  # fmt: skip
     return out if found is None else (out, *found)
+
+
+def _three(
+    name: str, values: str, lists: TokenLists | None
+) -> TokenLists | tuple[None, None, None]:
+    """Returns the tensors of some lists, or as many None."""
+    if lists is None:
+        return None, None, None
+    if not isinstance(lists, (tuple, list)) or len(lists) != 3:
+        expected = f"(indptr, tokens, {values})"
+        raise InvalidArgument(f"sample: {name}: expected {expected}, got {short(lists)}")
+    return lists
 
 
 def _made_for_logprobs(
