@@ -147,7 +147,7 @@ def test_other_memory(layout):
 
 
 def test_many_sequences():
-    """More than the 1024 threads that add their lengths, most of them for decode."""
+    """More than a CTA has threads to add their lengths, most of them for decode."""
     queries = [64 if seq % 50 == 0 else 1 + seq % 3 for seq in range(1101)]
     lens = [20 + count for count in queries]
     sizes = {"heads": 32, "kv_heads": 2, "head_size": 64, "layout": "NHD"}

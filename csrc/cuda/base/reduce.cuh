@@ -1,4 +1,4 @@
-// Reductions (sum, max) across a warp and across a CTA, and a search by a warp.
+// Reductions (sum, max) and prefix sums across a warp and across a CTA, and a search by a warp.
 #pragma once
 #include <cstdint>
 
@@ -96,6 +96,35 @@ __device__ __forceinline__ uint32_t block_max(uint32_t value) {
   const int lane = threadIdx.x % kWarpSize;
   const int warps = (blockDim.x + kWarpSize - 1) / kWarpSize;
   return __reduce_max_sync(0xffffffffu, lane < warps ? partial[lane] : 0);
+}
+
+// The sum of the values of this lane and the lower ones.
+template <typename Int>
+__device__ __forceinline__ Int inclusive_sum(Int value) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const Int other = __shfl_up_sync(0xffffffffu, value, distance);
+    if (lane >= distance) value += other;
+  }
+  return value;
+}
+
+// The same over a CTA of kWarps warps: of this thread and the ones before it. `total` becomes the
+// sum of all. A barrier must lie between two calls with the same warp_sums.
+template <int kWarps>
+__device__ __forceinline__ int64_t inclusive_block_sum(int64_t value, int64_t (&warp_sums)[kWarps],
+                                                       int64_t& total) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  value = inclusive_sum(value);
+  if (lane == kWarpSize - 1) warp_sums[warp] = value;
+  __syncthreads();
+  total = 0;
+  for (int i = 0; i < kWarps; ++i) {
+    if (i < warp) value += warp_sums[i];
+    total += warp_sums[i];
+  }
+  return value;
 }
 
 // Counts the values <= bound in an ascending array. A 32-way search: each round probes one value a

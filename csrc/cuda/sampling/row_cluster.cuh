@@ -76,16 +76,4 @@ __device__ __forceinline__ Int warp_total(Int value) {
   return value;
 }
 
-// The sum of this lane's value and those of lower lanes.
-template <typename Int>
-__device__ __forceinline__ Int inclusive_sum(Int value) {
-  const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const Int other = __shfl_up_sync(0xffffffffu, value, distance);
-    if (lane >= distance) value += other;
-  }
-  return value;
-}
-
 }  // namespace vllm_kernels::cuda

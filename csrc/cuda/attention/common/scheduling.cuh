@@ -16,16 +16,6 @@ __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
   return (p.num_seqs + 31) / 32;
 }
 
-// The sum of the values of lanes 0 .. `lane`.
-__device__ __forceinline__ uint32_t inclusive_sum(uint32_t sum, int lane) {
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
-    if (lane >= distance) sum += other;
-  }
-  return sum;
-}
-
 // wait_at_start() goes before the first read of memory that the primary kernel may write, and
 // wait_at_end() at the kernel's end. A concurrent launch (p.concurrent) does not wait at its start:
 // its primary kernel launches it after its own PDL wait, so all earlier kernels have ended. It

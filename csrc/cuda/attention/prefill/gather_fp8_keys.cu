@@ -11,12 +11,11 @@
 // accumulators of Q K^T are, once packed, its operands of P V. (PTX ISA, wgmma: fragments of D and
 // of an 8-bit A.)
 //
-// Two launches: key_starts_kernel of gather_keys.cu, and a CTA per 128 rows and KV head. Reads and
-// writes each byte of V: 34 MB each way for 4 sequences of 8k tokens and 8 heads of 128.
-// Early reads: none. Each kernel waits for its primary kernel first.
+// A CTA per 128 rows and KV head. Each adds up the sequences' lengths itself, up to its own
+// sequence. Reads and writes each byte of V: 34 MB each way for 4 sequences of 8k tokens and 8
+// heads of 128. Early reads: none.
 #include "cuda/attention/prefill/gather_fp8_keys.h"
 
-#include "cuda/attention/prefill/gather_keys.h"
 #include "cuda/base/fast_divmod.cuh"
 #include "cuda/base/launch.cuh"
 #include "cuda/base/reduce.cuh"
@@ -29,11 +28,14 @@ constexpr int kGroups = kFp8Rows / 16;
 
 struct Fp8Rows {
   E4M3Query query;
-  const int32_t* starts;
+  int32_t* starts;  // [num_seqs + 1]
+  int32_t* lens;    // [num_seqs]
   float* scales;
   char* key;  // null: is not copied
   char* value;
-  int32_t rows;       // of a head
+  int32_t rows;      // of a head
+  int32_t max_rows;  // of the sequences together
+  int32_t min_query_len;
   int32_t key_bytes;  // of a row of K
   int32_t chunks;     // of 16 bytes in head_size
   FastDivisor by_chunk;
@@ -41,6 +43,10 @@ struct Fp8Rows {
 
 // Of the CTA's rows.
 struct Fp8Shared {
+  int64_t warp_sums[kThreads / 32];
+  int32_t seq;                // -1: no sequence's rows
+  int32_t start;              // of the sequence
+  int32_t end;                // of the sequences that fit
   int64_t key[kFp8Rows];      // where K of the row's token begins, or -1
   int64_t value[kFp8Rows];    // of V
   int64_t group[kGroups];     // of V of a group's first token, whether it is visible or not
@@ -52,17 +58,52 @@ __device__ __forceinline__ uint32_t byte_mask(uint32_t bits) {
   return ((bits & 15) * 0x00204081 & 0x01010101) * 0xff;
 }
 
+// Finds the sequence of the CTA's rows. The first CTA stores the starts and lengths of all. A
+// sequence has a multiple of kFp8Rows rows, and if it is empty kFp8Rows, which its work tile reads.
+// One that does not fit in max_rows has none, and length 0, nor have those after it.
+__device__ __forceinline__ void find_sequence(const PagedAttentionParams& p, const Fp8Rows& to,
+                                              Fp8Shared& shared) {
+  const int first_row = blockIdx.x * kFp8Rows;
+  const bool stores = blockIdx.x == 0 && blockIdx.y == 0;
+  if (threadIdx.x == 0) shared.seq = -1, shared.end = 0;
+  int64_t before = 0;
+  for (int first = 0; first < p.num_seqs; first += kThreads) {
+    const int seq = first + static_cast<int>(threadIdx.x);
+    const bool is_seq = seq < p.num_seqs;
+    const int keys = is_seq ? key_range(p, seq).count : 0;
+    const bool gathered = is_seq && query_range(p, seq).count >= to.min_query_len;
+    const int64_t length = gathered ? (int64_t{max(keys, 1)} + kFp8Rows - 1) & -kFp8Rows : 0;
+    int64_t total;
+    const int64_t sum = before + inclusive_block_sum(length, shared.warp_sums, total);
+    const bool fits = sum <= to.max_rows;
+    const bool has_rows = fits && first_row < sum && first_row >= sum - length;
+    if (fits) atomicMax(&shared.end, static_cast<int32_t>(sum));
+    if (has_rows) {
+      shared.seq = seq;
+      shared.start = static_cast<int32_t>(sum - length);
+    }
+    if (__syncthreads_or(has_rows) && !stores) break;
+    if (stores && is_seq) {
+      to.starts[seq] = static_cast<int32_t>(min(sum - length, int64_t{shared.end}));
+      to.lens[seq] = fits ? keys : 0;
+    }
+    before += total;
+    __syncthreads();
+  }
+  if (stores && threadIdx.x == 0) to.starts[p.num_seqs] = shared.end;
+}
+
 // Finds the tokens of the CTA's rows. Returns false if nobody reads them.
-__device__ __forceinline__ bool locate(const PagedAttentionParams& p, const int32_t* starts,
+__device__ __forceinline__ bool locate(const PagedAttentionParams& p, const Fp8Rows& to,
                                        Fp8Shared& shared) {
-  const int first_row = blockIdx.x * kFp8Rows, kv_head = blockIdx.y, end = starts[p.num_seqs];
-  if (first_row > end) return false;
-  const int seq = count_up_to(starts, p.num_seqs + 1, first_row) - 1;
-  const bool is_behind = first_row == end;  // no sequence's
+  find_sequence(p, to, shared);
+  const int first_row = blockIdx.x * kFp8Rows, kv_head = blockIdx.y, seq = shared.seq;
+  const bool is_behind = seq < 0;  // no sequence's
+  if (is_behind && first_row != shared.end) return false;
   const RowRange keys = is_behind ? RowRange{} : key_range(p, seq);
   int first_token = 0, visible_from = 0;
   if (!is_behind) {
-    first_token = first_row - starts[seq];
+    first_token = first_row - shared.start;
     const int first_query = keys.count - query_range(p, seq).count;
     if (p.sliding_window > 0) visible_from = first_query - p.sliding_window + 1;
   }
@@ -183,7 +224,7 @@ __global__ void __launch_bounds__(kThreads)
     to.scales[head] = to.query.of(head) * scale_of(p.kv.k_scale, head * stride);
     to.scales[p.kv.num_kv_heads + head] = scale_of(p.kv.v_scale, head * stride);
   }
-  if (!locate(p, to.starts, shared)) return;
+  if (!locate(p, to, shared)) return;
   const int64_t first_row = int64_t{blockIdx.x} * kFp8Rows, kv_head = blockIdx.y;
   if (to.key != nullptr) {
     char* key = to.key + (kv_head * to.rows + first_row) * to.key_bytes;
@@ -214,15 +255,17 @@ Fp8Keys gather_fp8_keys(const PagedAttentionParams& p, const E4M3Query& query,
   auto* starts = reinterpret_cast<int32_t*>(base + at.starts);
   auto* lens = reinterpret_cast<int32_t*>(base + at.lens);
   auto* scales = reinterpret_cast<float*>(base + at.scales);
-  find_key_starts(p, choice.min_query_len, rows - kFp8Rows, kFp8Rows, starts, lens, stream);
 
   const int chunks = kv.head_size / 16;
   const Fp8Rows to = {.query = query,
                       .starts = starts,
+                      .lens = lens,
                       .scales = scales,
                       .key = key,
                       .value = value,
                       .rows = rows,
+                      .max_rows = rows - kFp8Rows,
+                      .min_query_len = choice.min_query_len,
                       .key_bytes = static_cast<int32_t>(at.key_bytes),
                       .chunks = chunks,
                       .by_chunk = FastDivisor(chunks)};

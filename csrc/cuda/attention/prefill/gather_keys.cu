@@ -13,54 +13,37 @@
 #include "cuda/attention/prefill/gather_keys.h"
 
 #include "cuda/base/launch.cuh"
+#include "cuda/base/reduce.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
 
-// See find_key_starts(). A sequence that does not fit in `rows` has none, nor have those after it.
-// Contiguous keys as one sequence: starts is {0, rows}, and the block table after it {0}.
+// starts[s] is the first row of sequence s, starts[num_seqs] the end of all. A sequence that does
+// not fit in `rows` has none, nor have those after it. Contiguous keys as one sequence: starts is
+// {0, rows}, and the block table after it {0}.
 __global__ void __launch_bounds__(kThreads)
-    key_starts_kernel(PagedAttentionParams p, int min_query_len, int32_t rows, int align,
-                      int32_t* starts, int32_t* lens) {
+    key_starts_kernel(PagedAttentionParams p, int min_query_len, int32_t rows, int32_t* starts) {
   launch_dependents();
   wait_for_primary_kernel();
-  if (p.key_start_loc != nullptr && lens == nullptr) {
+  if (p.key_start_loc != nullptr) {
     if (threadIdx.x < 3) starts[threadIdx.x] = threadIdx.x == 1 ? rows : 0;
     return;
   }
   __shared__ int64_t warp_sums[kThreads / 32];
   __shared__ int32_t end;  // of the rows of the sequences that fit
   if (threadIdx.x == 0) end = 0;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int64_t before = 0;
   for (int first = 0; first < p.num_seqs; first += kThreads) {
     const int seq = first + static_cast<int>(threadIdx.x);
     const bool gathered = seq < p.num_seqs && query_range(p, seq).count >= min_query_len;
-    const bool counts = seq < p.num_seqs && (gathered || lens != nullptr);
-    const int keys = counts ? key_range(p, seq).count : 0;
-    // An empty sequence has rows of zeros, too, which its work tile reads.
-    const int64_t wanted = lens != nullptr ? max(keys, 1) : keys;
-    const int64_t length = gathered ? (wanted + align - 1) & -align : 0;
-    int64_t sum = length;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int64_t other = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (lane >= distance) sum += other;
-    }
-    if (lane == 31) warp_sums[warp] = sum;
-    __syncthreads();
-    int64_t total = 0;
-    for (int i = 0; i < kThreads / 32; ++i) {
-      if (i < warp) sum += warp_sums[i];
-      total += warp_sums[i];
-    }
-    sum += before;
+    const int64_t length = gathered ? key_range(p, seq).count : 0;
+    int64_t total;
+    const int64_t sum = before + inclusive_block_sum(length, warp_sums, total);
     if (sum <= rows) atomicMax(&end, static_cast<int32_t>(sum));
     __syncthreads();
     if (seq < p.num_seqs) starts[seq] = static_cast<int32_t>(min(sum - length, int64_t{end}));
-    if (lens != nullptr && seq < p.num_seqs) lens[seq] = sum <= rows ? keys : 0;
     before += total;
     __syncthreads();
   }
@@ -69,12 +52,6 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void find_key_starts(const PagedAttentionParams& p, int min_query_len, int32_t rows, int align,
-                     int32_t* starts, int32_t* lens, void* stream) {
-  launch_kernel("paged_attention", key_starts_kernel, dim3(1), dim3(kThreads), 0, stream, p,
-                min_query_len, rows, align, starts, lens);
-}
-
 GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& choice,
                          void* scratch, void* stream) {
   const PagedKv& kv = p.kv;
@@ -82,7 +59,8 @@ GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& c
   char* memory = static_cast<char*>(scratch);
   auto* starts = reinterpret_cast<int32_t*>(memory + 2 * tensor_bytes);
   const auto rows = static_cast<int32_t>(choice.gathered_rows);
-  find_key_starts(p, choice.min_query_len, rows, 1, starts, nullptr, stream);
+  launch_kernel("paged_attention", key_starts_kernel, dim3(1), dim3(kThreads), 0, stream, p,
+                choice.min_query_len, rows, starts);
 
   const bool contiguous = p.key_start_loc != nullptr;
   const int64_t head_stride = gathered_head_stride(p), row_stride = kv.num_kv_heads * head_stride;

@@ -14,16 +14,8 @@ struct GatheredKeys {
   const int32_t* starts;
 };
 
-// Enqueues the kernel that finds the first rows of sequences with min_query_len query tokens or
-// more: starts[s] is where those of sequence s begin, starts[num_seqs] where all end. A sequence
-// has a multiple of `align` rows, a power of two. With lens [num_seqs], which gets the lengths, an
-// empty one has `align` rows. The length is 0 where the rows do not suffice. Without lens
-// contiguous keys count as one sequence of `rows` rows.
-void find_key_starts(const PagedAttentionParams& p, int min_query_len, int32_t rows, int align,
-                     int32_t* starts, int32_t* lens, void* stream);
-
-// Calls find_key_starts() for a `choice` with gathered_rows. `scratch` has
-// gather_bytes() of memory.
+// Enqueues the kernel that finds the first rows of the sequences, for a `choice` with
+// gathered_rows. `scratch` has gather_bytes() of memory.
 GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& choice,
                          void* scratch, void* stream);
 

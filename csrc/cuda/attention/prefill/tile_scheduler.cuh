@@ -22,6 +22,7 @@
 #include "cuda/attention/common/scheduling.cuh"
 #include "cuda/base/device.h"
 #include "cuda/base/fast_divmod.cuh"
+#include "cuda/base/reduce.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -166,7 +167,7 @@ class PrefillTileScheduler {
       const int first =
           class_ + 1 < kPrefillClasses ? blocks_until(shape, until - class_tokens) : 0;
       const uint32_t lane_tiles = (end - first) * heads;
-      const uint32_t sum = inclusive_sum(lane_tiles, lane);
+      const uint32_t sum = inclusive_sum(lane_tiles);
       const uint32_t in_round = __shfl_sync(0xffffffffu, sum, 31);
       if (index - before_ >= in_round) {
         before_ += in_round;
