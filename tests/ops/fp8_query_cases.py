@@ -44,7 +44,7 @@ def check_varlen(case: Case, **options: object) -> bool:
     )  # fmt: skip
     starts = case.options["query_start_loc"], ints([0, *lens], device).cumsum(0).int()
     names = "k_scale", "v_scale", "q_scale"
-    options |= {name: case.options[name] for name in names}
+    options |= {name: case.options[name] for name in names if name in case.options}
     call = {"max_query_len": case.max_query_len, "out": case.unset_out(), "return_lse": True}
     arguments, op = (case.query, key, value, *starts), vllm_kernels.varlen_attention
     in_8_bits = device.type == "cuda" and IN_8_BITS in vllm_kernels.explain(

@@ -150,17 +150,49 @@ void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles,
   }
 }
 
+// Whether the batch can have sequences of few query tokens beside longer ones.
+bool is_mixed(const PagedAttentionParams& p) {
+  return p.key_start_loc == nullptr && p.num_seqs > 1 &&
+         p.num_tokens < int64_t{p.num_seqs} * p.max_query_len;
+}
+
+// Whether prefill sm90 may split the keys of its work tiles, and gains if all sequences have the
+// longest one's tokens. The device decides by the lengths. A concurrent launch uses the same
+// workspace. With fixed_split_size the result must not depend on the batch.
+bool may_split(const PagedAttentionParams& p, const DeviceModel& device, bool has_8_bit_products) {
+  const int padded = has_8_bit_products ? kMaxHeadSizeFp8 : padded_for_prefill(p.head_size());
+  if ((size_of(p.kv.dtype) == 1 && !has_8_bit_products) || (padded != 64 && padded != 128) ||
+      p.modifies_scores() || p.fixed_split_size > 0 || is_mixed(p)) {
+    return false;
+  }
+  const int64_t seqs = std::max(1, p.num_seqs), tokens = (p.num_tokens + seqs - 1) / seqs;
+  const int64_t blocks = (tokens * group_of(p) + kPrefillTileRows - 1) / kPrefillTileRows;
+  const auto tiles = static_cast<float>(seqs * blocks * p.kv.num_kv_heads);
+  const auto ctas = static_cast<float>(device.num_sms);
+  auto widest = static_cast<float>(p.max_seq_len);
+  if (p.sliding_window > 0) widest = std::min(widest, p.sliding_window + float{kPrefillTileRows});
+  const float whole = split_time(tiles, widest, widest, 1, ctas);
+  for (int splits = 2; splits <= kMaxPrefillSplits && splits * kMinPrefillSplitTokens <= widest;
+       ++splits) {
+    const float rows = tiles * splits * kPrefillTileRows;
+    if (rows > kDecodeStatsBytes / 8) break;
+    if (split_time(tiles, widest, widest, splits, ctas) < kWorthSplitting * whole) return true;
+  }
+  return false;
+}
+
 // Reasons to run decode where both kinds of kernel could run. With few rows, prefill has tiles for
-// less than half of the SMs, and it does not split sequences. With fixed_split_size the kernel must
-// not depend on the batch.
-uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device) {
+// less than half of the SMs. Splits of long ones fill the others. With fixed_split_size the kernel
+// must not depend on the batch.
+uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device, bool splits) {
   const int64_t group = group_of(p);
   // The most tokens that one sequence can have, if every other is a decode of one token.
   const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
   const int64_t tiles =
       (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
-  const bool few_rows =
-      p.max_query_len <= 1 || p.max_query_len * group <= kDecodeRows || 2 * tiles < device.num_sms;
+  const int64_t rows = p.max_query_len * group;
+  const bool few_rows = p.max_query_len <= 1 || rows <= kDecodeRows ||
+                        (2 * tiles < device.num_sms && !(splits && rows >= kRowsOfSplits));
   return when(few_rows, kFewRows) | when(p.fixed_split_size > 0, kFixedSplit);
 }
 
@@ -341,8 +373,11 @@ bool set_prefill_sm80_shape(const PagedAttentionParams& p, const DeviceModel& de
 
 }  // namespace
 
-AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& device) {
+AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& device,
+                              bool has_8_bit_products) {
   const uint32_t tensor_cores = tensor_core_obstacles(p, device);
+  const uint32_t sm90 = tensor_cores | prefill_sm90_obstacles(p, device);
+  const bool splits = sm90 == kNoObstacle && may_split(p, device, has_8_bit_products);
   const uint32_t decode = tensor_cores | decode_obstacles(p);
   uint32_t obstacles = prefill_obstacles(p);
   const auto few_rows = [&]() -> AttentionChoice {
@@ -353,17 +388,17 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   };
   if (p.sparse.on() || obstacles != kNoObstacle) return few_rows();
   if (decode == kNoObstacle) {
-    obstacles |= prefers_decode(p, device);
+    obstacles |= prefers_decode(p, device, splits);
     if (obstacles != kNoObstacle) return few_rows();
   }
   AttentionChoice choice;
-  const uint32_t sm90 = tensor_cores | prefill_sm90_obstacles(p, device);
   choose_gather(p, sm90, choice);
   if (sm90 == kNoObstacle || choice.gathered_rows > 0) {
     choice.main = {.kernel = AttentionKernel::kPrefillSm90,
                    .form = choice.gathered_rows > 0 ? KvForm::kSwizzledRows : prefill_form(p.kv),
                    .padded_head_size = padded_for_prefill(p.head_size()),
                    .grid = {.x = device.num_sms}};
+    choice.may_split = splits;
   } else {
     const uint32_t sm80 = prefill_sm80_obstacles(p);
     choice.main = {
@@ -379,8 +414,7 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   // With a right window it takes only sequences of one token. Nothing follows a sequence's last
   // token, so decode, which is causal, gives the same result. With fixed_split_size one kernel
   // takes all sequences, since the kernel must not depend on the batch.
-  if (tensor_cores == kNoObstacle && p.key_start_loc == nullptr && p.num_seqs > 1 &&
-      p.fixed_split_size == 0 && p.num_tokens < int64_t{p.num_seqs} * p.max_query_len) {
+  if (tensor_cores == kNoObstacle && p.fixed_split_size == 0 && is_mixed(p)) {
     const int few = p.window_right == 0 ? concurrent_decode_tokens(group_of(p)) : 1;
     choice.has_concurrent_decode = true;
     choice.min_query_len = few + 1;

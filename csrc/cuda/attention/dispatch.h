@@ -10,7 +10,9 @@
 
 namespace vllm_kernels::cuda {
 
-AttentionChoice choose_kernel(const PagedAttentionParams& params, const DeviceModel& device);
+// `has_8_bit_products`: so prefill sm90 would have, for e4m3 queries.
+AttentionChoice choose_kernel(const PagedAttentionParams& params, const DeviceModel& device,
+                              bool has_8_bit_products = false);
 // The same where query has e4m3 elements.
 AttentionChoice choose_e4m3_kernel(const PagedAttentionParams& params, const DeviceModel& device);
 

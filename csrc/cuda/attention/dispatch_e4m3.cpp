@@ -11,8 +11,9 @@ namespace vllm_kernels::cuda {
 namespace {
 
 // Sets whether prefill sm90 multiplies in 8 bits. `choice` is that of the same call with 16-bit
-// queries. Few rows do not pay for the copy of V. The room depends on the batch.
-void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
+// queries. Few rows do not pay for the copy of V. The room depends on the batch. Returns whether it
+// does.
+bool choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
   const PagedKv& kv = p.kv;
   const bool packs_pages = kv.layout != KvLayout::kVllm ||
                            (kv.block_size % 16 == 0 && fits_stride(kv, kv.key_chunk_stride) &&
@@ -44,14 +45,18 @@ void choose_fp8(const PagedAttentionParams& p, AttentionChoice& choice) {
     choice.main.padded_head_size = p.head_size() <= 64 ? 64 : kMaxHeadSizeFp8;
   }
   choice.upcasts_query = !fits || choice.has_concurrent_decode;
+  return fits;
 }
 
 }  // namespace
 
 AttentionChoice choose_e4m3_kernel(const PagedAttentionParams& p, const DeviceModel& device) {
   alignas(16) static char memory[16];  // as aligned as the queries in 16 bits
-  AttentionChoice choice = choose_kernel(with_upcast_query(p, memory), device);
-  choose_fp8(p, choice);
+  const PagedAttentionParams wide = with_upcast_query(p, memory);
+  AttentionChoice choice = choose_kernel(wide, device, true);
+  if (choose_fp8(p, choice)) return choice;
+  choice = choose_kernel(wide, device);
+  choice.upcasts_query = true;
   return choice;
 }
 

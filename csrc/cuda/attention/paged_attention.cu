@@ -119,7 +119,8 @@ void launch_paged_attention(const PagedAttentionParams& given, const E4M3Query& 
   const DecodeWorkspace workspace = decode_workspace(memory, stream);
   PrefillLaunch launch = {.min_query_len = choice.min_query_len,
                           .has_concurrent_launch = choice.has_concurrent_decode,
-                          .next = prefill_next(workspace)};
+                          .next = prefill_next(workspace),
+                          .workspace = choice.may_split ? &workspace : nullptr};
   std::optional<PagedAttentionParams> upcasted;
   if (choice.upcasts_query) upcasted = upcast(p, query, choice, scratch, stream);
   const PagedAttentionParams& wide = upcasted ? *upcasted : p;

@@ -336,6 +336,28 @@ TEST(ChooseKernel, ScalesOfTokensAreRead) {
 }
 
 }  // namespace
+// Splits of prefill sm90 use the workspace of a concurrent decode launch, and the batch decides
+// them.
+TEST(ChooseKernel, OnlyWholeBatchesAreSplit) {
+  int split = 0;
+  for (const NamedDevice& device : kDevices) {
+    Draw draw(12);
+    for (int i = 0; i < 20000; ++i) {
+      const Call call = draw_call(draw);
+      const AttentionChoice choice = choose_kernel(call.params, device.model);
+      if (!choice.may_split) continue;
+      ++split;
+      EXPECT_EQ(choice.main.kernel, AttentionKernel::kPrefillSm90) << call.name;
+      EXPECT_TRUE(choice.main.padded_head_size == 64 || choice.main.padded_head_size == 128)
+          << call.name;
+      EXPECT_FALSE(choice.has_concurrent_decode) << call.name;
+      EXPECT_FALSE(call.params.modifies_scores()) << call.name;
+      EXPECT_EQ(call.params.fixed_split_size, 0) << call.name;
+    }
+  }
+  EXPECT_GT(split, 100);
+}
+
 // With fixed_split_size a sequence has the same bits in every batch, so the batch must not choose
 // what rounds: kernel, form, and how rows and tokens are shared by warps.
 TEST(ChooseKernel, FixedSplitsMakeTheBatchIrrelevant) {

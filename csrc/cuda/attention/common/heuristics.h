@@ -3,9 +3,11 @@
 // explains their names. "No row" means that no measurement of the value was kept.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "ops/paged_kv.h"
+#include "ops/rows.h"
 
 namespace vllm_kernels::cuda {
 
@@ -60,6 +62,26 @@ constexpr int kPrefillClasses = 16;
 // Prefill: cost of a tile's prologue and epilogue, in tokens of an H200.
 // (prefill/mixed_batches.md.)
 constexpr float kEndTokens = 150.0f;
+
+// Prefill sm90, splits of a work tile. What they cost besides, in tokens: once, and for each four
+// that one CTA adds up. The fewest tokens of one. The estimated time below which splits are taken,
+// as a part of the time without them. (prefill/splits.md, H200, contiguous keys, 4 sequences of 64
+// tokens on 1k: 19.9 us whole, 21.7 in two splits. No row for the others.)
+constexpr float kSplitEndTokens = 400.0f, kWorthSplitting = 0.9f;
+constexpr int kMinPrefillSplitTokens = 512, kMaxPrefillSplits = 32;
+// From so many query rows of a sequence on, splits are faster than decode where tiles are few.
+// (prefill/splits.md, H200, 1 sequence on 8k: 128 rows 40.9 and 41.0 us, 256 rows 48.2 to 41.1.)
+constexpr int kRowsOfSplits = 128;
+
+// Prefill sm90: the estimated time of `tiles` work tiles if each is split, in tokens of a CTA.
+// `average` and `widest`: tokens of a tile.
+VLLM_KERNELS_HOST_DEVICE inline float split_time(float tiles, float average, float widest,
+                                                 float splits, float ctas) {
+  const float end = 2 * kEndTokens + (splits > 1.0f ? kSplitEndTokens * (1 + splits / 4) : 0.0f);
+  const float by_rounds = ceilf(tiles * splits / ctas) * (average / splits + end);
+  const float by_longest = widest / splits + end;
+  return by_rounds > by_longest ? by_rounds : by_longest;
+}
 
 // Prefill: max bytes of K and V of a section of KV heads, and the same as a fraction of L2. The
 // smaller one counts: 24 MB on an H200 (60 MiB of L2) and on an H100 (50 MiB).

@@ -103,6 +103,8 @@ struct AttentionChoice {
   // memory with room for so many tokens of each head. K may be copied to such rows, too.
   int64_t fp8_rows = 0;
   bool copies_fp8_keys = false;
+  // Prefill sm90: several CTAs may share the keys of a work tile (prefill/sm90/combine_splits.cuh).
+  bool may_split = false;
   // A launch needs the queries in 16 bits.
   bool upcasts_query = false;
 };

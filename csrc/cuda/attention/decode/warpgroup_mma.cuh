@@ -13,7 +13,7 @@
 #pragma once
 #include "cuda/attention/common/wgmma.cuh"
 #include "cuda/attention/decode/warp_mma.cuh"
-#include "cuda/attention/decode/warpgroup_barrier.cuh"
+#include "cuda/attention/common/warpgroup_barrier.cuh"
 #include "cuda/attention/decode/warpgroup_values.cuh"
 
 namespace vllm_kernels::cuda {

@@ -2,6 +2,7 @@
 // sm80/instantiations/ one per cache type, so that they compile in parallel.
 #pragma once
 #include "cuda/attention/common/kernel_choice.h"
+#include "cuda/attention/common/workspace.h"
 #include "cuda/base/launch.cuh"
 #include "ops/paged_attention.h"
 
@@ -16,6 +17,8 @@ struct PrefillLaunch {
   const int32_t* gathered_starts = nullptr;
   bool takes_gathered = false;
   const int32_t* value_starts = nullptr;  // sm90 with e4m3 queries: Fp8Keys::value_starts
+  // Sm90: not null if work tiles may be split.
+  const DecodeWorkspace* workspace = nullptr;
 };
 
 // Queries have 16 bits; the cache has the same type or 8 bits. Keys are contiguous or in pages: of

@@ -2,8 +2,11 @@
 // the device knows.
 //
 // A work tile is (sequence, KV head, block of packed query rows). Its row i is query token i /
-// group of the block, head i % group. One CTA computes it alone, so no result depends on the batch.
-// Each CTA of a fixed grid takes tile blockIdx.x first, then the next one from a counter.
+// group of the block, head i % group. Each CTA of a fixed grid takes tile blockIdx.x first, then
+// the next one from a counter.
+//
+// Splits (sm90): where few or unequal tiles would leave SMs without work, several CTAs share the
+// keys of a tile (sm90/combine_splits.cuh). The number of splits follows from the batch.
 //
 // Order of tiles:
 // - KV heads come in sections. The pages of a section stay in L2 while all its tiles read them.
@@ -20,6 +23,7 @@
 
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/scheduling.cuh"
+#include "cuda/attention/common/workspace.h"
 #include "cuda/base/device.h"
 #include "cuda/base/fast_divmod.cuh"
 #include "cuda/base/reduce.cuh"
@@ -35,6 +39,13 @@ struct ValueBoxes {
   int shift = 0;        // log2 of a box's tokens / 16: 0, 1 or 2
   int swizzle = 7;      // chunk i of 16 bytes of a box lies at i ^ (i / 8 & swizzle)
   int permutation = 3;  // output column n is dimension n ^ (n / 8 & permutation)
+};
+
+// Where CTAs that share a work tile leave their results. `slots`: room for so many.
+struct PrefillSplits {
+  SplitPartials partials = {};
+  uint32_t* semaphores = nullptr;  // 0 between launches
+  uint32_t slots = 0;
 };
 
 struct PrefillShape {
@@ -54,6 +65,7 @@ struct PrefillShape {
   const int32_t* gathered_starts = nullptr;  // see PrefillLaunch
   bool takes_gathered = false;
   const int32_t* value_starts = nullptr;  // see PrefillLaunch
+  PrefillSplits splits = {};
 };
 
 // A concurrent launch waits for DRAM, not for SMs. This launch takes only so many CTAs that it
@@ -100,6 +112,8 @@ struct PrefillTile {
   int begin, end;              // tokens visible to any row
   int whole_begin, whole_end;  // tokens visible to every row
   int first_tile, tiles;
+  uint16_t splits, split;  // of the tile, and which of them this is
+  uint32_t slot;           // of split 0
 };
 
 // The query token of row `row` in its sequence, and its head. Rows past the last count as the last.
@@ -112,7 +126,7 @@ __device__ __forceinline__ int token_of_row(const PrefillShape& shape, const Pre
 }
 
 // kTileRows: rows of a work tile, or 0 for shape.rows. kTokens: tokens of a KV tile.
-template <int kHeadSize, int kTileRows, int kTokens>
+template <int kHeadSize, int kTileRows, int kTokens, bool kMaySplit>
 class PrefillTileScheduler {
  public:
   // All lanes of a warp.
@@ -137,6 +151,10 @@ class PrefillTileScheduler {
     longest_ = __reduce_max_sync(0xffffffffu, longest);
     num_ctas_ = gridDim.x;
     if (shape.has_concurrent_launch) choose_ctas(shape, lane_sum(tokens), lane_sum(others));
+    if (kMaySplit && shape.splits.slots >= 2 * num_tiles_ && num_tiles_ > 0) {
+      const float widest = fminf(longest_, window + tile_rows(shape));
+      choose_splits(shape, lane_sum(tokens) * p.kv.num_kv_heads, widest, lane);
+    }
     before_ = 0;
     if (one_round(p)) {
       class_ = round_ = first_head_ = 0;
@@ -150,13 +168,17 @@ class PrefillTileScheduler {
     }
   }
 
-  __device__ __forceinline__ uint32_t num_tiles() const { return num_tiles_; }
+  // Work tiles, each counted as often as it may be split.
+  __device__ __forceinline__ uint32_t num_tiles() const { return num_tiles_ * splits_; }
   // CTAs that take work tiles.
   __device__ __forceinline__ uint32_t num_ctas() const { return num_ctas_; }
 
   // Writes tile `index` to `work_tile`. Indices rise from call to call. All lanes of a warp.
-  __device__ __forceinline__ void get_tile(const PagedAttentionParams& p, const PrefillShape& shape,
+  // Returns false if a short tile has fewer splits than others, and this is none.
+  __device__ __forceinline__ bool get_tile(const PagedAttentionParams& p, const PrefillShape& shape,
                                            uint32_t index, int lane, PrefillTile& work_tile) {
+    const uint32_t split = kMaySplit ? index % splits_ : 0;
+    if (kMaySplit) index /= splits_;
 #pragma unroll 1
     for (;;) {
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
@@ -189,37 +211,65 @@ class PrefillTileScheduler {
       const int head = divide(local, row_blocks);
       const int query_len = of_owner(query_len_), position = of_owner(seq_len_) - query_len;
       const int first_query = of_owner(first_query_), first_key = of_owner(first_key_);
-      if (lane != 0) return;
-      work_tile.seq = round_ * 32 + owner;
-      work_tile.kv_head = first_head_ + head;
-      work_tile.first_row = (last_block - (local - head * row_blocks)) * tile_rows(shape);
-      work_tile.rows = min(tile_rows(shape), query_len * shape.group - work_tile.first_row);
-      work_tile.first_query = first_query;
-      work_tile.position = position;
-      work_tile.first_key = first_key;
-      const auto position_of = [&](int row) {
-        return position + static_cast<int>(shape.group_divisor.divide(row));
-      };
-      const int low = position_of(work_tile.first_row);
-      const int high = position_of(work_tile.first_row + work_tile.rows - 1);
-      const auto visible_from = [&](int at) {
-        return p.sliding_window > 0 ? max(0, at - p.sliding_window + 1) : 0;
-      };
-      const auto visible_until = [&](int at) {
-        return min(at + shape.window_right + 1, position + query_len);
-      };
-      work_tile.begin = visible_from(low);
-      work_tile.end = visible_until(high);
-      work_tile.whole_begin = visible_from(high);
-      work_tile.whole_end = visible_until(low);
-      work_tile.first_tile = work_tile.begin / kTokens;
-      // At least one, so that every output row is written.
-      work_tile.tiles = max(0, work_tile.end - 1) / kTokens - work_tile.first_tile + 1;
-      return;
+      bool is_there = true;
+      if (lane == 0) {
+        work_tile.seq = round_ * 32 + owner;
+        work_tile.kv_head = first_head_ + head;
+        work_tile.first_row = (last_block - (local - head * row_blocks)) * tile_rows(shape);
+        work_tile.rows = min(tile_rows(shape), query_len * shape.group - work_tile.first_row);
+        work_tile.first_query = first_query;
+        work_tile.position = position;
+        work_tile.first_key = first_key;
+        find_keys(p, shape, query_len, work_tile);
+        if (kMaySplit) is_there = take_split(index * splits_, split, work_tile);
+      }
+      return !kMaySplit || __shfl_sync(0xffffffffu, is_there, 0);
     }
   }
 
  private:
+  // Sets the visible tokens of a tile and its KV tiles.
+  static __device__ __forceinline__ void find_keys(const PagedAttentionParams& p,
+                                                   const PrefillShape& shape, int query_len,
+                                                   PrefillTile& work_tile) {
+    const int position = work_tile.position;
+    const auto position_of = [&](int row) {
+      return position + static_cast<int>(shape.group_divisor.divide(row));
+    };
+    const int low = position_of(work_tile.first_row);
+    const int high = position_of(work_tile.first_row + work_tile.rows - 1);
+    const auto visible_from = [&](int at) {
+      return p.sliding_window > 0 ? max(0, at - p.sliding_window + 1) : 0;
+    };
+    const auto visible_until = [&](int at) {
+      return min(at + shape.window_right + 1, position + query_len);
+    };
+    work_tile.begin = visible_from(low);
+    work_tile.end = visible_until(high);
+    work_tile.whole_begin = visible_from(high);
+    work_tile.whole_end = visible_until(low);
+    work_tile.first_tile = work_tile.begin / kTokens;
+    // At least one, so that every output row is written.
+    work_tile.tiles = max(0, work_tile.end - 1) / kTokens - work_tile.first_tile + 1;
+  }
+  // Leaves of a tile's KV tiles those of its split `split`. Returns false if it has fewer splits.
+  __device__ __forceinline__ bool take_split(uint32_t slot, int split,
+                                             PrefillTile& work_tile) const {
+    const int all = work_tile.tiles;
+    const int most = max(1, all * kTokens / kMinPrefillSplitTokens);
+    const int wanted = min(static_cast<int>(splits_), most);
+    const int tiles = (all + wanted - 1) / wanted;
+    work_tile.splits = (all + tiles - 1) / tiles;
+    work_tile.split = split;
+    work_tile.slot = slot;
+    if (split >= work_tile.splits) return false;
+    if (work_tile.splits == 1) return true;
+    work_tile.first_tile += split * tiles;
+    work_tile.tiles = min(tiles, all - split * tiles);
+    work_tile.begin = max(work_tile.begin, work_tile.first_tile * kTokens);
+    work_tile.end = min(work_tile.end, (work_tile.first_tile + work_tile.tiles) * kTokens);
+    return true;
+  }
   static __device__ __forceinline__ int tile_rows(const PrefillShape& shape) {
     return kTileRows > 0 ? kTileRows : shape.rows;
   }
@@ -274,7 +324,23 @@ class PrefillTileScheduler {
     if (ctas < kAlmostAllCtas * gridDim.x) num_ctas_ = max(1, static_cast<int>(ctas));
   }
 
+  // Sets the number of splits that a tile may have. A lane estimates the time of as many splits as
+  // its number, in tokens of a CTA. `tokens`: of all tiles with their ends; `widest`: of one.
+  __device__ __forceinline__ void choose_splits(const PrefillShape& shape, float tokens,
+                                                float widest, int lane) {
+    static_assert(kMaxPrefillSplits == 32);
+    const float splits = lane + 1, tiles = num_tiles_;
+    const float average = tokens / tiles - (kTokens + kEndTokens);
+    float time = split_time(tiles, average, widest, splits, gridDim.x);
+    const bool has_room =
+        tiles * splits <= shape.splits.slots && splits * kMinPrefillSplitTokens <= widest;
+    time = lane == 0 ? kWorthSplitting * time : has_room ? time : INFINITY;
+    const uint32_t min_time = __reduce_min_sync(0xffffffffu, __float_as_uint(time));
+    splits_ = __ffs(__ballot_sync(0xffffffffu, __float_as_uint(time) == min_time));
+  }
+
   uint32_t num_ctas_;
+  uint32_t splits_ = 1;
   // of this lane's sequence in this round
   int seq_len_, first_key_, first_query_, query_len_, row_blocks_;
   uint32_t num_tiles_;

@@ -12,7 +12,7 @@
 namespace vllm_kernels::cuda {
 
 // As PrefillConfig. A column has 128 dimensions. The form is that of K.
-template <typename Result, int kSize, KvForm kKeyForm>
+template <typename Result, int kSize, KvForm kKeyForm, bool kSplits>
 struct PrefillFp8Config : PrefillCta<prefill_fp8_tuning(kSize), 1, (kSize + 127) / 128> {
   using T = Result;
   using Operand = Fp8E4M3;
@@ -20,6 +20,7 @@ struct PrefillFp8Config : PrefillCta<prefill_fp8_tuning(kSize), 1, (kSize + 127)
   static constexpr KvForm kForm = kKeyForm;
   static constexpr bool kAdjusts = false;
   static constexpr bool kCacheIs8Bit = false;  // K and V are not dequantized
+  static constexpr bool kMaySplit = kSplits;
   static constexpr int kRawBytes = 0;
   static constexpr int kSharedBytes = PrefillFp8Config::kOperandBytes;
   // V^T of a KV tile is no larger than K.
@@ -44,10 +45,13 @@ PrefillMaps prefill_fp8_maps(const PagedAttentionParams& p, const PrefillShape& 
 
 template <typename Result, int kHeadSize, KvForm kKeyForm>
 void launch_prefill_fp8(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
-  using Config = PrefillFp8Config<Result, kHeadSize, kKeyForm>;
-  PrefillShape shape = launch_shape<Config>(p, launch);
-  shape.concurrent_ratio *= kPrefillCyclesFp8 / kPrefillCycles8Bit;
-  launch_with<Config>(p, shape, prefill_fp8_maps<Config>(p, shape), launch, stream);
+  const auto run = [&](auto splits) {
+    using Config = PrefillFp8Config<Result, kHeadSize, kKeyForm, decltype(splits)::value>;
+    PrefillShape shape = launch_shape<Config>(p, launch);
+    shape.concurrent_ratio *= kPrefillCyclesFp8 / kPrefillCycles8Bit;
+    launch_with<Config>(p, shape, prefill_fp8_maps<Config>(p, shape), launch, stream);
+  };
+  launch.workspace != nullptr ? run(std::true_type{}) : run(std::false_type{});
 }
 
 }  // namespace vllm_kernels::cuda

@@ -65,7 +65,10 @@ struct PrefillCta {
 
 // 16-bit operands: a column has 64 dimensions. One producer warpgroup, or two for 8-bit caches: six
 // of their warps dequantize.
-template <typename Element, int kSize, KvForm kKvForm, bool kAdjustsScores, bool kIs8BitCache>
+// kSplits: several CTAs may share the keys of a work tile (combine_splits.cuh). Kernels of their
+// own keep the main loop of others as it is.
+template <typename Element, int kSize, KvForm kKvForm, bool kAdjustsScores, bool kIs8BitCache,
+          bool kSplits = false>
 struct PrefillConfig : PrefillCta<prefill_tuning(kSize, kAdjustsScores, kIs8BitCache),
                                   1 + kIs8BitCache, (kSize + 63) / 64> {
   using T = Element;  // of the result
@@ -74,6 +77,7 @@ struct PrefillConfig : PrefillCta<prefill_tuning(kSize, kAdjustsScores, kIs8BitC
   static constexpr KvForm kForm = kKvForm;
   static constexpr bool kAdjusts = kAdjustsScores;
   static constexpr bool kCacheIs8Bit = kIs8BitCache;
+  static constexpr bool kMaySplit = kSplits;
   // 8-bit caches: buffer of one dequant warp, its boxes of a KV tile as the cache stores them.
   static constexpr int kRawBytes =
       (PrefillConfig::kTokens / kPrefillBoxTokens + kDequantWarps - 1) / kDequantWarps *
@@ -97,6 +101,7 @@ struct PrefillMma {
   static constexpr int kOutTiles = kHeadSize / 8;
   static constexpr int kBoxes = kTokens / kPrefillBoxTokens;
   static constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
+  static constexpr bool kPermutes = !kRowForm && !kHas8Bit;  // columns of V: ValueBoxes
   static constexpr uint32_t kBoxBytes = kPrefillBoxTokens * kHeadSize * sizeof(Operand);
   static constexpr uint32_t kColumnStep = kTokens * 128;  // bytes to the next 64 dimensions
   static constexpr uint32_t kQueryColumn = Config::kRows * 128;
@@ -309,7 +314,6 @@ struct PrefillMma {
   __device__ __forceinline__ void store(T* row, int head_size, int permutation, int r, float scale,
                                         int lane) const {
     const int quarter = lane % 4;
-    constexpr bool kPermutes = !kRowForm && !kHas8Bit;
     const bool swaps_dims = kPermutes && (permutation & 1) != 0;
     const bool swaps_pairs = kPermutes && (permutation & 2) != 0 && quarter >= 2;
 #pragma unroll

@@ -17,6 +17,7 @@
 #include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/common/unowned_rows.cuh"
 #include "cuda/attention/prefill/prefill.h"
+#include "cuda/attention/prefill/sm90/combine_splits.cuh"
 #include "cuda/attention/prefill/sm90/dequant_producer.cuh"
 #include "cuda/attention/prefill/sm90/maps.cuh"
 #include "cuda/attention/prefill/sm90/producer.cuh"
@@ -35,29 +36,36 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
   // After the PDL wait: the concurrent launch reads the primary kernel's results without a wait of
   // its own.
   if (shape.has_concurrent_launch) launch_dependents();
-  PrefillTileScheduler<Config::kHeadSize, Config::kRows, Config::kTokens> scheduler;
+  PrefillTileScheduler<Config::kHeadSize, Config::kRows, Config::kTokens, Config::kMaySplit>
+      scheduler;
   scheduler.build(p, shape, lane);
   const uint32_t blocks = scheduler.num_ctas();
   const uint32_t count = blockIdx.x < blocks ? scheduler.num_tiles() : 0;
   uint32_t index = blockIdx.x;
+  // The last atomicInc of the launch wraps the counter to 0.
+  const auto next_index = [&] {
+    uint32_t taken = count;
+    if (lane == 0 && count > blocks) taken = blocks + atomicInc(next, count - 1);
+    return __shfl_sync(0xffffffffu, taken, 0);
+  };
   PipelineState<kPrefillQueue> state;
 #pragma unroll 1
   for (uint32_t iteration = 0;; ++iteration, state.advance()) {
     PrefillTile& work_tile = shared.work_tiles[state.index];
     barrier_wait(shared_address(&shared.tile_empty[state.index]), state.phase ^ 1);
-    if (index < count) scheduler.get_tile(p, shape, index, lane, work_tile);
+#pragma unroll 1
+    while (index < count && !scheduler.get_tile(p, shape, index, lane, work_tile)) {
+      index = next_index();
+    }
     if (lane == 0) {
       if (index >= count) work_tile.seq = -1;
       barrier_arrive(shared_address(&shared.tile_full[state.index]));
     }
     __syncwarp();
     if (index >= count) return;
-    // The request is late, so that a CTA does not hold a work tile that another could start. The
-    // last atomicInc of the launch wraps the counter to 0.
+    // The request is late, so that a CTA does not hold a work tile that another could start.
     barrier_wait(shared_address(&shared.next_tile_requested), iteration & 1);
-    index = count;
-    if (lane == 0 && count > blocks) index = blocks + atomicInc(next, count - 1);
-    index = __shfl_sync(0xffffffffu, index, 0);
+    index = next_index();
   }
 }
 
@@ -196,18 +204,29 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
   };
   // Epilogue of the work tile in `slot`.
   const auto write_tile = [&](uint32_t slot, const float (&row_max)[2], const float (&sum)[2]) {
+    using T = typename Config::T;
     const PrefillTile& work_tile = shared.work_tiles[slot];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    const auto end_row = [&](int r, float highest, float total, const auto& store) {
       int head;
       const int64_t token = work_tile.first_query + token_of_row(work_tile, r, head);
-      const RowResult result = row_result(p, work_tile.kv_head, head, row_max[r], quad_sum(sum[r]));
+      const RowResult result = row_result(p, work_tile.kv_head, head, highest, total);
       const bool present = row + 8 * r < work_tile.rows;
-      tile.store(static_cast<typename Config::T*>(p.out) + token * p.out_stride +
-                     head * int64_t{shape.head_size},
-                 present ? shape.head_size : 0, value_boxes.permutation, r, result.scale, lane);
+      store(static_cast<T*>(p.out) + token * p.out_stride + head * int64_t{shape.head_size},
+            present ? shape.head_size : 0, result.scale);
       if (p.lse != nullptr && present && lane % 4 == 0) {
         p.lse[token * p.num_heads + head] = result.lse;
+      }
+    };
+    if (Config::kMaySplit && work_tile.splits > 1) {
+      const float sums[2] = {quad_sum(sum[0]), quad_sum(sum[1])};
+      end_split<Config>(shape.splits, work_tile, tile, row_max, sums,
+                        Mma::kPermutes ? value_boxes.permutation : 0, end_row);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        end_row(r, row_max[r], quad_sum(sum[r]), [&](T* to, int head_size, float scale) {
+          tile.store(to, head_size, value_boxes.permutation, r, scale, lane);
+        });
       }
     }
     barrier_arrive_warp(shared_address(&shared.tile_empty[slot]), lane);
@@ -362,6 +381,12 @@ PrefillShape launch_shape(const PagedAttentionParams& p, const PrefillLaunch& la
   shape.gathered_starts = launch.gathered_starts;
   shape.takes_gathered = launch.takes_gathered;
   shape.value_starts = launch.value_starts;
+  if constexpr (Config::kMaySplit) {
+    const int64_t rows = std::min(kDecodeStatsBytes / 8, kDecodeOutBytes / (4 * Config::kHeadSize));
+    shape.splits = {.partials = launch.workspace->by_semaphore,
+                    .semaphores = launch.workspace->semaphores,
+                    .slots = static_cast<uint32_t>(rows / Config::kRows)};
+  }
   shape.concurrent_ratio =
       concurrent_ratio(p, current_device_model(), Config::kRows, Config::kHeadSize);
   return shape;
@@ -377,12 +402,11 @@ void launch_with(const PagedAttentionParams& p, const PrefillShape& shape, const
                 score_cap(p.softcap), maps, launch.next);
 }
 
-template <typename T, int kHeadSize, KvForm kForm, bool kAdjusts, bool kCacheIs8Bit>
+template <typename Config>
 void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& launch,
                            void* stream) {
-  using Config = PrefillConfig<T, kHeadSize, kForm, kAdjusts, kCacheIs8Bit>;
   PrefillShape shape = launch_shape<Config>(p, launch);
-  if (kForm == KvForm::kPackedBoxes) shape.value_boxes = value_boxes<Config>(p.kv);
+  if (Config::kForm == KvForm::kPackedBoxes) shape.value_boxes = value_boxes<Config>(p.kv);
   launch_with<Config>(p, shape, prefill_maps<Config>(p, shape), launch, stream);
 }
 
@@ -396,13 +420,21 @@ void PrefillSm90Kernels<kHeadSize>::launch(const PagedAttentionParams& p, KvForm
       // An 8-bit page is dequantized to boxes of 16 tokens, however long it is.
       if constexpr (kHeadSize <= kMaxHeadSize8Bit && kForm != KvForm::kPackedBoxes) {
         if (size_of(p.kv.dtype) == 1) {
-          return launch_prefill_kernel<T, kHeadSize, kForm, false, true>(p, launch, stream);
+          using Config = PrefillConfig<T, kHeadSize, kForm, false, true>;
+          return launch_prefill_kernel<Config>(p, launch, stream);
         }
       }
       if (p.modifies_scores()) {
-        return launch_prefill_kernel<T, kHeadSize, kForm, true, false>(p, launch, stream);
+        using Config = PrefillConfig<T, kHeadSize, kForm, true, false>;
+        return launch_prefill_kernel<Config>(p, launch, stream);
       }
-      launch_prefill_kernel<T, kHeadSize, kForm, false, false>(p, launch, stream);
+      if constexpr (kHeadSize == 64 || kHeadSize == 128) {
+        if (launch.workspace != nullptr) {
+          using Config = PrefillConfig<T, kHeadSize, kForm, false, false, true>;
+          return launch_prefill_kernel<Config>(p, launch, stream);
+        }
+      }
+      launch_prefill_kernel<PrefillConfig<T, kHeadSize, kForm, false, false>>(p, launch, stream);
     };
     if (form == KvForm::kPackedPages) {
       with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});

@@ -1,0 +1,163 @@
+"""Prompts of few work tiles and many keys, which several CTAs of prefill sm90 share, on CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fp8_query_cases import BF16, E4M3, check_varlen, e4m3_case
+from helpers import assert_graph_replays, needs_cuda_library
+from paged_attention_cases import Case, check, make_case, per_head, query_scales
+from torch import Tensor
+
+import vllm_kernels
+
+pytestmark = needs_cuda_library
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+SIZES = {"heads": 8, "kv_heads": 2, "head_size": 128}
+SHARED = "CTAs may share the keys"  # as explain has it
+
+
+def make(lens: list[int], queries: list[int], dtype: torch.dtype = BF16, **options) -> Case:
+    return make_case("cuda", dtype, lens, queries, **{**SIZES, **options})
+
+
+def shares_keys(case: Case) -> bool:
+    return SHARED in case.explained()
+
+
+def check_shared(case: Case, expected: bool = True) -> None:
+    """check() of a case whose keys CTAs may share, or not."""
+    assert shares_keys(case) == (expected and ON_HOPPER)
+    check(case)
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("head_size", [64, 128, 32, 112])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_few_tiles(layout, head_size, page, dtype):
+    """One tile of query rows and several; the kernels of both head sizes, and heads between."""
+    for queries in (40, 200):
+        case = make(
+            [4100, 3000], 2 * [queries], dtype, head_size=head_size, block_size=page, layout=layout
+        )
+        check_shared(case)
+
+
+@pytest.mark.parametrize("length", [1023, 1024, 1025, 1151, 1152, 1153, 2559, 4095, 4096, 4097])
+def test_ends_of_splits(layout, length):
+    check_shared(make([length], [32], layout=layout))
+
+
+@pytest.mark.parametrize("seqs", [3, 40])
+def test_unequal_lengths(layout, seqs):
+    """Short sequences have fewer splits, or one. A warp schedules 32 sequences at a time."""
+    lens = [9000, 64, 700, *(64 + 13 * i for i in range(seqs - 3))]
+    check_shared(make(lens, seqs * [64], layout=layout))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 3000},
+        {"causal": False},
+        {"sinks": per_head(8, -1.0, 4.0)},
+        {"scale": 1.5},
+    ],
+    ids=str,
+)
+def test_options(layout, options):
+    check_shared(make([4100, 2100], [64, 64], layout=layout, **options))
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("a softcap", {"softcap": 5.0}),
+        ("8 bits", {"stored": E4M3}),
+        ("heads of 96", {"head_size": 96}),
+    ],
+)
+def test_not_shared(name, options):
+    check_shared(make([4100, 2100], [64, 64], **options), False)
+
+
+def test_fixed_splits():
+    """The batch must not decide them. A kernel of many rows never splits then."""
+    case = make([4100, 2100], [64, 64], layout="NHD")
+    assert not shares_keys(case.with_options(fixed_split_size=1024))
+
+
+def test_mixed_batches():
+    """A concurrent decode launch uses the same workspace."""
+    check_shared(make([9000, 4100, 5], [256, 64, 1], layout="NHD"), False)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": (2000, 0)}], ids=str)
+def test_contiguous_keys(options):
+    """Sequences of one token are tiles, too."""
+    for lens, queries in (([4100, 3000], [64, 64]), ([9000, 40, 700], [1, 40, 3])):
+        check_varlen(make(lens, queries, layout="NHD"), **options)
+        check_varlen(e4m3_case("cuda", lens, queries, query_scales(2), layout="NHD", **SIZES))
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_8_bit_products(layout, head_size):
+    sizes = {**SIZES, "head_size": head_size, "layout": layout}
+    case = e4m3_case("cuda", [4100, 3000], [64, 64], query_scales(2), **sizes)
+    assert case.multiplies_in_8_bits() == ON_HOPPER
+    check_shared(case)
+
+
+def test_bad_block_ids(layout):
+    """Such a page counts as one of zeros, also where it is all of a split."""
+    case = make([4096], [64], layout=layout)
+    case.block_tables[0, 64:128] = -1
+    got = case.run()
+    assert got.isfinite().all()
+    assert torch.equal(got, case.run())
+
+
+def test_same_bits_each_time(layout):
+    """Whichever CTA is last. Launches on two streams have workspaces of their own."""
+    case = make([9000, 4000], [64, 64], layout=layout)
+    want = case.run()
+    streams, results = [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(case.run())
+    torch.cuda.synchronize()
+    assert all(torch.equal(got, want) for got in results)
+
+
+def test_decode_afterwards(layout):
+    """The semaphores are 0 again."""
+    prompt, step = make([9000], [64], layout=layout), make([9000, 5], [1, 1], layout=layout)
+    for _ in range(3):
+        check_shared(prompt)
+        check(step)
+
+
+@pytest.mark.parametrize("lens", [[9000, 4100], [600, 70], [64, 64]], ids=str)
+def test_cuda_graph(layout, lens):
+    """Captured for long sequences, replayed with other lengths: the device chooses the splits."""
+    case = make([9000, 9000], [64, 64], layout=layout)
+    lengths, out = case.seq_lens.clone(), case.unset_out()
+    call = replace(case, seq_lens=lengths)
+    other = torch.tensor(lens, dtype=torch.int32, device="cuda")
+
+    def attend(case: Case, out: Tensor) -> Tensor:
+        return vllm_kernels.paged_attention(
+            *case.tensors(), **case.options, max_query_len=64, out=out
+        )
+
+    assert_graph_replays(
+        lambda: attend(call, out),
+        lambda: lengths.copy_(other),
+        out,
+        lambda: attend(replace(case, seq_lens=other), case.unset_out()),
+    )
+    check(replace(case, seq_lens=other))
