@@ -69,6 +69,16 @@ class Case:
         absolute = {name: self.options[name].abs() for name in ("v_token_scales", "v_token_zeros")}
         return replace(self.with_options(**absolute), value_cache=low | high << 4).naive()[0]
 
+    def naive_and_spread(self) -> tuple[Tensor, Tensor, Tensor]:
+        """out of naive(), spread() and lse: v and |v| are the halves of a value, but for int4."""
+        if "v_token_zeros" in self.options:
+            out, lse = self.naive()
+            return out, self.spread(), lse
+        value, elements = self.value_cache.float(), 2 if self.options["layout"] == "vllm" else 3
+        halves = replace(self, value_cache=torch.cat([value, value.abs()], elements))
+        out, lse = halves.naive()
+        return *out.chunk(2, -1), lse
+
     def lost(self) -> float:
         """What decode on CUDA loses of a sum w v where V has a scale a token: its weights are in
         float16, relative to the largest w times scale. Half of the smallest, for each token."""
@@ -278,12 +288,13 @@ def alone(case: Case, seq: int) -> tuple[Case, slice]:
 
 def assert_right(case: Case, *results: Tensor | tuple[Tensor, Tensor]) -> None:
     """Each out or (out, lse) within what the dtype and the length explain: see assert_near()."""
-    spread, lost, rounds_keys = case.spread(), case.lost(), case.rounds_keys()
+    lost, rounds_keys = case.lost(), case.rounds_keys()
     in_8_bits = case.multiplies_in_8_bits()
-    cases = [case]
+    out, spread, out_lse = case.naive_and_spread()
+    right = [(out, out_lse)]
     if rounds_keys and "k_token_zeros" in case.options:  # a concurrent launch may gather nothing
-        cases.append(case.rounded())
-    outs, out_lses = map(torch.stack, zip(*(like.naive() for like in cases)))
+        right.append(case.rounded().naive())
+    outs, out_lses = map(torch.stack, zip(*right))
     for result in results:
         got, lse = result if isinstance(result, tuple) else (result, None)
         nearest = (outs - got).norm(dim=-1).argmin(0, keepdim=True)

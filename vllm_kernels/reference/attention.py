@@ -280,7 +280,8 @@ def _attention(
     num_tokens, num_heads, head_size = query.shape
     factor = head_size**-0.5 if scale is None else scale
     left, right = window
-    out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
+    value_size = keys_of(0, 0, 0)[1].shape[-1] if lens else head_size
+    out = query.new_zeros(num_tokens, num_heads, value_size, dtype=torch.float64)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
 
     def attend(seq: int, tokens: range) -> None:
@@ -324,7 +325,7 @@ def _attention(
         total = torch.logsumexp(logits, dim=2)  # [num_heads, tokens]
         weights = (logits - total.clamp_min(-1e300)[..., None]).exp()[..., : end - first]
         mean = weights.reshape(*grouped.shape[:2], end - first) @ value
-        out[rows] = mean.view(num_heads, len(tokens), head_size).transpose(0, 1)
+        out[rows] = mean.view(num_heads, len(tokens), value_size).transpose(0, 1)
         lse[rows] = total.t()
 
     for seq, length in enumerate(lens):
