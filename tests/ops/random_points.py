@@ -197,8 +197,8 @@ def check_graph(device: str) -> None:
 def check_sample(device: str) -> None:
     """The tokens of the reference, and their log-probabilities."""
     logits, request = random_sample(device)
-    check(logits, request)
-    check_logprobs(logits, request, random.choice([0, 1, 5, 20, 128]))
+    tokens = check(logits, request)
+    check_logprobs(logits, request, random.choice([0, 1, 5, 20, 128]), tokens=tokens)
 
 
 def kind_of(device: str, point: int) -> Callable[[str], None]:
