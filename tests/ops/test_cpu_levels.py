@@ -19,7 +19,7 @@ NAMES = [  # parts of the tests' names
     "cache_of_another_dtype", "saturation", "many_and_few_heads", "every_tie", "magnitudes",
     "random_cases", "read_together", "no_bit_of_out", "hard_rows", "softmax", "rejection",
 ]  # fmt: skip
-# Only these functions are collected: all tests are 27,000. The last ones have such parameters.
+# Only these functions are collected, of many. The last ones have such parameters.
 FUNCTIONS = [f"test_*{name}*" for name in NAMES]
 FUNCTIONS += ["test_options*", "test_*gather_*", "test_all_shards*"]
 HERE = Path(__file__).parent
