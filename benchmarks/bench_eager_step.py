@@ -62,9 +62,9 @@ class Model:
         ]  # fmt: skip
         self.tokens = random(batch, HIDDEN)
 
-    def step(self, attend: Attend) -> Tensor:
+    def step(self, attend: Attend, layers: int = LAYERS) -> Tensor:
         x, batch = self.tokens, len(self.tokens)
-        for layer in self.layers:
+        for layer in self.layers[:layers]:
             y = F.linear(F.rms_norm(x, (HIDDEN,), self.norm), layer["qkv"]).view(batch, -1, SIZE)
             q, k, v = y.split((HEADS, KV_HEADS, KV_HEADS), 1)
             q, k = (F.rms_norm(heads, (SIZE,), self.head_norm) for heads in (q, k))
@@ -129,14 +129,15 @@ def main() -> None:
     peers.lib("fa3.so")
     model = Model(args.batch, args.context)
     ways = {"compat": of_compat(model), "FlashAttention-3": of_fa3(model, True)}
-    want = model.step(ways["compat"])
+    want = model.step(ways["compat"], 1)
     try:
-        model.step(ways["FlashAttention-3"])
+        model.step(ways["FlashAttention-3"], 1)
     except RuntimeError as error:
         print("FlashAttention-3 does not append:", str(error).splitlines()[0])
         ways["FlashAttention-3"] = of_fa3(model, False)
-    error = (model.step(ways["FlashAttention-3"]) - want).norm() / want.norm()
-    print(f"{machine('cuda')}; batch {args.batch}, context {args.context}, differs {error:.1e}")
+    error = (model.step(ways["FlashAttention-3"], 1) - want).norm() / want.norm()
+    print(f"{machine('cuda')}; batch {args.batch}, context {args.context}")
+    print(f"the results of a layer differ by {error:.1e}")
     columns: dict[str, list[float]] = {name: [] for name in ways}
     for device in (None, "cuda"):
         torch.set_default_device(device)

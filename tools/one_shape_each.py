@@ -16,6 +16,7 @@ from one_shape.attention import (
     general_attention,
     prompts,
     shards,
+    split_prompts,
     tree_masks,
 )
 from one_shape.caches import cache, gathers, int4_caches, mla, per_token_quant
@@ -39,6 +40,7 @@ def main() -> None:
         tree_masks,
         shards,
         prompts,
+        split_prompts,
         eight_bit_queries,
         contiguous_keys,
         decode_steps,

@@ -132,7 +132,7 @@ constexpr const char* kSchemas[] = {
     "Tensor query_start_loc, Tensor key_start_loc, float scale, Tensor? alibi_slopes, "
     "int window_left, int window_right, float softcap, Tensor? sinks, Tensor? k_scale, "
     "Tensor? v_scale, int max_query_len, Tensor!? workspace=None, bool zero_unowned=False, "
-    "Tensor? q_scale=None)",
+    "Tensor? q_scale=None, int fixed_split_size=0)",
     "varlen_attention.result(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, "
     "Tensor key_start_loc, int max_query_len, float? scale=None, int window_left=-1, "
     "int window_right=0, float softcap=0.0, Tensor? sinks=None) -> Tensor",

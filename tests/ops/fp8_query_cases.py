@@ -31,10 +31,9 @@ def moved(rows: Tensor, elements: int) -> Tensor:
     return memory[elements:].view(rows.shape).copy_(rows)
 
 
-def check_varlen(case: Case, **options: object) -> bool:
-    """The sequences of a case of layout NHD, with contiguous keys. Returns whether an e4m3 query is
-    multiplied as it is."""
-    lens, device = case.seq_lens.tolist(), case.query.device
+def rows_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """K and V of a case of layout NHD without pages, and where each sequence starts."""
+    lens = case.seq_lens.tolist()
     key, value = (
         torch.cat([
             cache[table[: -(-length // 16)].long()].flatten(0, 1)[:length]
@@ -42,7 +41,14 @@ def check_varlen(case: Case, **options: object) -> bool:
         ])
         for cache in (case.key_cache, case.value_cache)
     )  # fmt: skip
-    starts = case.options["query_start_loc"], ints([0, *lens], device).cumsum(0).int()
+    return key, value, ints([0, *lens], case.query.device).cumsum(0).int()
+
+
+def check_varlen(case: Case, **options: object) -> bool:
+    """The sequences of a case of layout NHD, with contiguous keys. Returns whether an e4m3 query is
+    multiplied as it is."""
+    device, (key, value, key_starts) = case.query.device, rows_of(case)
+    starts = case.options["query_start_loc"], key_starts
     names = "k_scale", "v_scale", "q_scale"
     options |= {name: case.options[name] for name in names if name in case.options}
     call = {"max_query_len": case.max_query_len, "out": case.unset_out(), "return_lse": True}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fp8_query_cases import BF16, E4M3, check_varlen, e4m3_case
+from fp8_query_cases import BF16, E4M3, check_varlen, e4m3_case, rows_of
 from helpers import assert_graph_replays, needs_cuda_library
 from paged_attention_cases import Case, check, make_case, per_head, query_scales
 from torch import Tensor
@@ -83,10 +83,39 @@ def test_not_shared(name, options):
     check_shared(make([4100, 2100], [64, 64], **options), False)
 
 
-def test_fixed_splits():
-    """The batch must not decide them. A kernel of many rows never splits then."""
-    case = make([4100, 2100], [64, 64], layout="NHD")
+def test_fixed_splits(layout):
+    """Then the batch must not decide whether there are splits."""
+    case = make([4100, 2100], [64, 64], layout=layout, causal=False)
+    assert shares_keys(case) == ON_HOPPER
     assert not shares_keys(case.with_options(fixed_split_size=1024))
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_the_batch_decides(contiguous):
+    """So many tiles are not split. Other bits show that a few are: they are as right."""
+    few = make([5000], [64], layout="NHD", heads=64, kv_heads=4)
+    many = make(32 * [5000], 32 * [64], layout="NHD", heads=64, kv_heads=4)
+    many.query[:64] = few.query
+    for name in ("key_cache", "value_cache"):
+        cache, table = getattr(many, name), many.block_tables[0, :313].long()
+        cache[table] = getattr(few, name)[few.block_tables[0, :313].long()]
+    attend = varlen if contiguous else Case.run
+    alone, in_batch = attend(few), attend(many)[:64]
+    if ON_HOPPER:
+        assert not torch.equal(alone, in_batch)
+    torch.testing.assert_close(alone, in_batch, atol=2e-3, rtol=2e-2)
+    if contiguous:
+        alone, in_batch = varlen(few, fixed_split_size=1), varlen(many, fixed_split_size=1)[:64]
+        assert torch.equal(alone, in_batch)
+
+
+def varlen(case: Case, **options) -> Tensor:
+    """The case over contiguous keys."""
+    key, value, starts = rows_of(case)
+    return vllm_kernels.varlen_attention(
+        case.query, key, value, case.options["query_start_loc"], starts, max_query_len=64,
+        **options,
+    )  # fmt: skip
 
 
 def test_mixed_batches():
@@ -94,12 +123,48 @@ def test_mixed_batches():
     check_shared(make([9000, 4100, 5], [256, 64, 1], layout="NHD"), False)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": (2000, 0)}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": False}, {"window": (2000, 0)}, {"causal": False, "window": (900, 30)}],
+    ids=str,
+)
 def test_contiguous_keys(options):
-    """Sequences of one token are tiles, too."""
-    for lens, queries in (([4100, 3000], [64, 64]), ([9000, 40, 700], [1, 40, 3])):
+    """Sequences of one token are tiles, too. One is empty, and one has more queries than keys."""
+    for lens, queries in (
+        ([4100, 3000], [64, 64]), ([9000, 40, 700], [1, 40, 3]), ([6000, 0, 5, 20], [64, 64, 9, 0]),
+    ):  # fmt: skip
         check_varlen(make(lens, queries, layout="NHD"), **options)
-        check_varlen(e4m3_case("cuda", lens, queries, query_scales(2), layout="NHD", **SIZES))
+    case = e4m3_case("cuda", [4100, 3000], [64, 64], query_scales(2), layout="NHD", **SIZES)
+    assert check_varlen(case, **options) == ON_HOPPER
+
+
+@pytest.mark.parametrize("group", [7, 71])
+def test_other_groups(layout, group):
+    """They do not divide the rows of a tile, so no TMA box has its queries."""
+    check_shared(make([4100], [50], heads=group, kv_heads=1, layout=layout))
+
+
+def test_gathered_rows():
+    """Heads of 104 in NHD and many rows: K and V are gathered first."""
+    case = make([5000], [280], heads=64, kv_heads=1, head_size=104, layout="NHD")
+    assert "gathered" in case.explained() or not ON_HOPPER
+    check(case)
+
+
+def test_a_given_workspace(layout):
+    workspace = vllm_kernels.paged_attention_workspace("cuda")
+    case = make([4100, 700], [64, 64], layout=layout)
+    assert torch.equal(case.with_options(workspace=workspace).run(), case.run())
+
+
+def test_several_head_sizes_in_turn(layout):
+    """Without a wait in between: one workspace has all their results."""
+    cases = [make([4100], [64], head_size=size, layout=layout) for size in (64, 128)]
+    cases.append(make([9000, 5], [1, 1], layout=layout))
+    want = [case.run() for case in cases]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        assert all(torch.equal(case.run(), result) for case, result in zip(cases, want))
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
@@ -111,12 +176,13 @@ def test_8_bit_products(layout, head_size):
 
 
 def test_bad_block_ids(layout):
-    """Such a page counts as one of zeros, also where it is all of a split."""
+    """Such tokens are not there, also where they are all of a split."""
     case = make([4096], [64], layout=layout)
     case.block_tables[0, 64:128] = -1
-    got = case.run()
-    assert got.isfinite().all()
-    assert torch.equal(got, case.run())
+    assert shares_keys(case) == ON_HOPPER
+    tables = torch.cat([case.block_tables[:, :64], case.block_tables[:, 128:]], 1)
+    without = replace(case, block_tables=tables.contiguous(), seq_lens=case.seq_lens - 64 * 16)
+    torch.testing.assert_close(case.run(), without.run(), atol=2e-3, rtol=2e-2)
 
 
 def test_same_bits_each_time(layout):

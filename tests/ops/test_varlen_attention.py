@@ -315,6 +315,25 @@ def test_two_runs_agree_bit_for_bit(device, dtype):
     assert torch.equal(case.run()[rows], case.run()[rows])
 
 
+def test_fixed_split_size(device, dtype):
+    """A sequence has the same bits alone and in a batch."""
+    case = make(device, dtype, [33, 1, 70], [2100, 5, 1300])
+    in_batch = case.run(fixed_split_size=512)[case.owned()]
+    for seq in range(3):
+        queries, keys = (
+            slice(*starts[seq : seq + 2].tolist())
+            for starts in (case.query_start_loc, case.key_start_loc)
+        )
+        tensors = case.query[queries], case.key[keys], case.value[keys]
+        starts = (torch.tensor([0, len(x)], device=device).int() for x in tensors[:2])
+        alone = vllm_kernels.varlen_attention(
+            *tensors, *starts, **case.options, max_query_len=case.max_query_len,
+            fixed_split_size=512,
+        )  # fmt: skip
+        first = queries.start - case.owned().start
+        assert torch.equal(alone, in_batch[first : first + len(alone)])
+
+
 @pytest.mark.parametrize("queries", [[], [0, 0]], ids=["no_sequence", "no_token"])
 def test_empty(device, dtype, queries):
     case = make(device, dtype, queries, [4] * len(queries))
@@ -356,6 +375,7 @@ def test_bad_input(device):
          r"k_scale: expected a float32 tensor of one element or \[num_kv_heads\], got 0\.5$"),
         ({"k_scale": one}, r"k_scale: expected None: only 8-bit caches have scales, this one is "),
         ({"max_query_len": -1}, r"max_query_len: expected a length >= 0, got -1$"),
+        ({"fixed_split_size": -1}, r"fixed_split_size: expected a number of tokens >= 0 \(0: as "),
         ({"workspace": one}, r"workspace: expected uint8, got float32"),
         ({"out": q}, r"out and query overlap in memory$"),
         ({"out": q.half()}, r"out: expected float32 \(from query\), got float16$"),

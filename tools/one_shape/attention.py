@@ -133,6 +133,36 @@ def eight_bit_queries() -> None:
             )
 
 
+def split_prompts() -> None:
+    """Few query rows, many keys: CTAs share work tiles, in 16 bits and with e4m3 queries."""
+    lens = torch.tensor([4100, 700], dtype=torch.int32, device=CUDA)
+    starts = torch.tensor([0, 64, 128], dtype=torch.int32, device=CUDA)
+    key_starts = torch.tensor([0, 4100, 4800], dtype=torch.int32, device=CUDA)
+    e4m3 = torch.float8_e4m3fn
+    for dtype in DTYPES:
+        if dtype == torch.float32:
+            continue
+        for stored, head_size, page in (
+            (dtype, 64, 16), (dtype, 128, 16), (dtype, 112, 64), (dtype, 64, 64),
+            (e4m3, 64, 16), (e4m3, 128, 16),
+        ):  # fmt: skip
+            pages = -(-4100 // page)
+            tables = torch.randperm(2 * pages, device=CUDA).view(2, pages).int()
+            rows = torch.randn(2 * pages, page, 2, head_size, device=CUDA).to(stored)
+            query = torch.randn(128, 8, head_size, device=CUDA).to(stored)
+            out = torch.empty(query.shape, device=CUDA, dtype=dtype)
+            options = {"max_query_len": 64, "out": out, "return_lse": True}
+            for layout, (key, value) in rows_by_layout(rows).items():
+                vllm_kernels.paged_attention(
+                    query, key, value, tables, lens, layout=layout, query_start_loc=starts,
+                    **options,
+                )  # fmt: skip
+                torch.cuda.synchronize()
+            keys = torch.randn(4800, 2, head_size, device=CUDA).to(stored)
+            vllm_kernels.varlen_attention(query, keys, keys, starts, key_starts, **options)
+            torch.cuda.synchronize()
+
+
 def tree_masks() -> None:
     """Trees of new tokens: decode with one and several warps a pipeline, wgmma, and SIMT."""
     lens = torch.tensor([300, 9, 70], dtype=torch.int32, device=CUDA)

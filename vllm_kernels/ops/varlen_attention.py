@@ -45,6 +45,7 @@ def varlen_attention(
     return_lse: Literal[False] = ...,
     workspace: Tensor | None = ...,
     q_scale: Tensor | None = ...,
+    fixed_split_size: int = ...,
 ) -> Tensor: ...
 
 
@@ -69,6 +70,7 @@ def varlen_attention(
     return_lse: Literal[True],
     workspace: Tensor | None = ...,
     q_scale: Tensor | None = ...,
+    fixed_split_size: int = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -93,6 +95,7 @@ def varlen_attention(
     return_lse: bool,
     workspace: Tensor | None = ...,
     q_scale: Tensor | None = ...,
+    fixed_split_size: int = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -116,6 +119,7 @@ def varlen_attention(
     return_lse: bool = False,
     workspace: Tensor | None = None,
     q_scale: Tensor | None = None,
+    fixed_split_size: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of sequences with contiguous keys and values, without a cache.
 
@@ -144,6 +148,9 @@ def varlen_attention(
         k_scale, v_scale: for 8-bit keys and values, as :func:`paged_attention` has them.
         scale, alibi_slopes, softcap, sinks, max_query_len, out, return_lse, workspace, q_scale:
             likewise. That also says in which precision an 8-bit query is multiplied.
+        fixed_split_size: 0: the batch decides whether parts of a GPU share the keys of a sequence.
+            Otherwise none do, and a sequence gives the same bits in every batch with the same
+            max_query_len (:func:`paged_attention` has it with a number of tokens).
 
     Warning:
         On CUDA a call may never end if the starts change while it runs, or if another call uses its
@@ -188,10 +195,12 @@ def varlen_attention(
         zero_unowned = out is None
         if out is None:
             out = empty_out(query)
+        is_plain = q_scale is None and fixed_split_size == 0
+        rest = () if is_plain else (q_scale, fixed_split_size)  # fewer arguments cost less
         op(
             out, lse, query, key, value, query_start_loc, key_start_loc, scale, alibi_slopes,
             window[0], 0 if causal else window[1], softcap, sinks, k_scale, v_scale, max_query_len,
-            workspace, zero_unowned, *(() if q_scale is None else (q_scale,)),
+            workspace, zero_unowned, *rest,
         )  # fmt: skip
     except (RuntimeError, TypeError, IndexError) as error:
         raise refused("varlen_attention", error, locals(), ONE_OR_EACH_HEAD) from None

@@ -86,6 +86,9 @@ int32_t window_of(int64_t sliding_window);
 void read_window_and_split(const Expect& expect, PagedAttentionParams& params,
                            int64_t sliding_window, int64_t fixed_split_size);
 
+// PagedAttentionParams::fixed_split_size.
+int32_t split_size(const Expect& expect, int64_t fixed_split_size);
+
 // PagedAttentionParams::window_right of -1 (all) or a number of tokens.
 int32_t right_window(const Expect& expect, int64_t window_right);
 

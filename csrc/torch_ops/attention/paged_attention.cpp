@@ -391,7 +391,11 @@ void read_window_and_split(const Expect& expect, PagedAttentionParams& params,
                            int64_t sliding_window, int64_t fixed_split_size) {
   params.sliding_window = window_of(number_of_tokens(
       expect, sliding_window, 0, "sliding_window: expected a number of tokens >= 0 (0: none)"));
-  params.fixed_split_size = number_of_tokens(
+  params.fixed_split_size = split_size(expect, fixed_split_size);
+}
+
+int32_t split_size(const Expect& expect, int64_t fixed_split_size) {
+  return number_of_tokens(
       expect, fixed_split_size, 0,
       "fixed_split_size: expected a number of tokens >= 0 (0: as suits the batch)");
 }

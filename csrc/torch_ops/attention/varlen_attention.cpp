@@ -40,7 +40,8 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
                       int64_t window_right, double softcap, const std::optional<Tensor>& sinks,
                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                       int64_t max_query_len, const std::optional<Tensor>& workspace,
-                      bool zero_unowned, const std::optional<Tensor>& q_scale) {
+                      bool zero_unowned, const std::optional<Tensor>& q_scale,
+                      int64_t fixed_split_size) {
   Expect expect("varlen_attention");
   Size head_size("head_size");
   Arguments read, written;
@@ -58,6 +59,7 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
   params.max_seq_len = k.size(0);
   params.sliding_window = left_window(expect, window_left);
   params.window_right = right_window(expect, window_right);
+  params.fixed_split_size = split_size(expect, fixed_split_size);
   void* scratch = read_workspace(expect, workspace, written);
   read_query_start_loc(expect, params, queries, &query_start_loc, max_query_len, read);
   const Argument key_starts = read_key_start_loc(expect, key_start_loc, queries, k.size(0));
@@ -81,7 +83,8 @@ torch::stable::Tensor varlen_attention_result(const Tensor& query, const Tensor&
   Tensor out = empty(x.sizes(), x.scalar_type(), query);
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   varlen_attention(out, {}, query, key, value, query_start_loc, key_start_loc, factor, {},
-                   window_left, window_right, softcap, sinks, {}, {}, max_query_len, {}, true, {});
+                   window_left, window_right, softcap, sinks, {}, {}, max_query_len, {}, true, {},
+                   0);
   return torch::stable::Tensor(out.release());
 }
 

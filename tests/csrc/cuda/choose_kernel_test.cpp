@@ -14,6 +14,7 @@
 
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/dispatch.h"
+#include "ops/upcast_query.h"
 
 namespace vllm_kernels::cuda {
 namespace {
@@ -336,6 +337,7 @@ TEST(ChooseKernel, ScalesOfTokensAreRead) {
 }
 
 }  // namespace
+
 // Splits of prefill sm90 use the workspace of a concurrent decode launch, and the batch decides
 // them.
 TEST(ChooseKernel, OnlyWholeBatchesAreSplit) {
@@ -356,6 +358,26 @@ TEST(ChooseKernel, OnlyWholeBatchesAreSplit) {
     }
   }
   EXPECT_GT(split, 100);
+}
+
+// An e4m3 query that is not multiplied in 8 bits takes the way of a 16-bit one.
+TEST(ChooseKernel, E4M3QueriesInSixteenBits) {
+  alignas(16) static char memory[16];
+  int split = 0;
+  for (const NamedDevice& device : kDevices) {
+    Draw draw(13);
+    for (int i = 0; i < 20000; ++i) {
+      const Call call = draw_call(draw);
+      const AttentionChoice choice = choose_e4m3_kernel(call.params, device.model);
+      split += choice.fp8_rows > 0 && choice.may_split;
+      if (choice.fp8_rows > 0) continue;
+      const PagedAttentionParams wide = with_upcast_query(call.params, memory);
+      AttentionChoice as_16_bits = choose_kernel(wide, device.model);
+      as_16_bits.upcasts_query = true;
+      EXPECT_EQ(describe(choice), describe(as_16_bits)) << call.name;
+    }
+  }
+  EXPECT_GT(split, 0);
 }
 
 // With fixed_split_size a sequence has the same bits in every batch, so the batch must not choose

@@ -85,6 +85,7 @@ def attend_to_shards(
     # Sinks count once: with the new tokens, whose heads no other rank has.
     _, new_lse = varlen_attention(
         query, key, value, starts, starts, causal=metadata.causal, sinks=impl.float_sinks, out=out,
-        alibi_slopes=impl.slopes, window=(impl.window - 1, impl.window - 1), **common,
+        alibi_slopes=impl.slopes, window=(impl.window - 1, impl.window - 1),
+        fixed_split_size=impl.split_size, **common,
     )  # fmt: skip
     merge_attn_states(out, context, lse.t().contiguous(), out, new_lse.t().contiguous())

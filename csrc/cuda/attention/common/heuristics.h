@@ -11,10 +11,10 @@
 
 namespace vllm_kernels::cuda {
 
-// Query rows (max_query_len * G) up to which the decode kernels take a whole batch. They split a
-// sequence over CTAs; prefill kernels do not. (32 sequences of 16 query tokens on 4080, 64 rows:
-// decode 141 us, prefill on contiguous keys 164 us. decode/axes.md, 32 x 4k: 64 rows hold 0.92 of
-// the bandwidth of one token in bf16, and 0.65 in e4m3.)
+// Query rows (max_query_len * G) up to which the decode kernels take a whole batch. (32 sequences
+// of 16 query tokens on 4080, 64 rows: decode 141 us, prefill on contiguous keys 164 us.
+// decode/axes.md, 32 x 4k: 64 rows hold 0.92 of the bandwidth of one token in bf16, and 0.65 in
+// e4m3.)
 constexpr int kDecodeRows = 64;
 // Query rows of a sequence up to which a concurrent decode launch takes it from a mixed batch. It
 // also takes single tokens of larger groups. (decode/axes.md, 32 x 4k, bf16: up to 32 rows decode
@@ -22,8 +22,9 @@ constexpr int kDecodeRows = 64;
 constexpr int kConcurrentDecodeRows = 32;
 
 // Packed query rows of a prefill work tile. If there are fewer such tiles than half of the SMs,
-// decode takes the batch, because it can split sequences. (prefill/mixed_batches.md, 60 decodes at
-// 2k with 256 tokens, 64 tiles: one decode launch 137.0 us, two calls 140.2 us.)
+// decode takes the batch, because it splits sequences, unless prefill does, too.
+// (prefill/mixed_batches.md, 60 decodes at 2k with 256 tokens, 64 tiles: one decode launch 137.0
+// us, two calls 140.2 us.)
 constexpr int kPrefillTileRows = 128;
 
 // CTAs per SM. Decode, 8-bit caches, more query tiles than SMs: two CTAs with half the warps each.

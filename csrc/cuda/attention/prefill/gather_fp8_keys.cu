@@ -11,11 +11,14 @@
 // accumulators of Q K^T are, once packed, its operands of P V. (PTX ISA, wgmma: fragments of D and
 // of an 8-bit A.)
 //
-// A CTA per 128 rows and KV head. Each adds up the sequences' lengths itself, up to its own
-// sequence. Reads and writes each byte of V: 34 MB each way for 4 sequences of 8k tokens and 8
-// heads of 128. Early reads: none.
+// A CTA per 128 rows and KV head, or per several such blocks of a long batch. Each adds up the
+// sequences' lengths itself. Reads and writes each byte of V: 34 MB each way for 4 sequences of 8k
+// tokens and 8 heads of 128. Early reads: none.
 #include "cuda/attention/prefill/gather_fp8_keys.h"
 
+#include <algorithm>
+
+#include "cuda/base/device.h"
 #include "cuda/base/fast_divmod.cuh"
 #include "cuda/base/launch.cuh"
 #include "cuda/base/reduce.cuh"
@@ -23,7 +26,7 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kCtasPerSm = 6;
 constexpr int kGroups = kFp8Rows / 16;
 
 struct Fp8Rows {
@@ -58,48 +61,59 @@ __device__ __forceinline__ uint32_t byte_mask(uint32_t bits) {
   return ((bits & 15) * 0x00204081 & 0x01010101) * 0xff;
 }
 
-// Finds the sequence of the CTA's rows. The first CTA stores the starts and lengths of all. A
-// sequence has a multiple of kFp8Rows rows, and if it is empty kFp8Rows, which its work tile reads.
-// One that does not fit in max_rows has none, and length 0, nor have those after it.
-__device__ __forceinline__ void find_sequence(const PagedAttentionParams& p, const Fp8Rows& to,
-                                              Fp8Shared& shared) {
-  const int first_row = blockIdx.x * kFp8Rows;
-  const bool stores = blockIdx.x == 0 && blockIdx.y == 0;
-  if (threadIdx.x == 0) shared.seq = -1, shared.end = 0;
-  int64_t before = 0;
-  for (int first = 0; first < p.num_seqs; first += kThreads) {
-    const int seq = first + static_cast<int>(threadIdx.x);
-    const bool is_seq = seq < p.num_seqs;
-    const int keys = is_seq ? key_range(p, seq).count : 0;
-    const bool gathered = is_seq && query_range(p, seq).count >= to.min_query_len;
-    const int64_t length = gathered ? (int64_t{max(keys, 1)} + kFp8Rows - 1) & -kFp8Rows : 0;
-    int64_t total;
-    const int64_t sum = before + inclusive_block_sum(length, shared.warp_sums, total);
-    const bool fits = sum <= to.max_rows;
-    const bool has_rows = fits && first_row < sum && first_row >= sum - length;
-    if (fits) atomicMax(&shared.end, static_cast<int32_t>(sum));
-    if (has_rows) {
-      shared.seq = seq;
-      shared.start = static_cast<int32_t>(sum - length);
-    }
-    if (__syncthreads_or(has_rows) && !stores) break;
-    if (stores && is_seq) {
-      to.starts[seq] = static_cast<int32_t>(min(sum - length, int64_t{shared.end}));
-      to.lens[seq] = fits ? keys : 0;
-    }
-    before += total;
-    __syncthreads();
-  }
-  if (stores && threadIdx.x == 0) to.starts[p.num_seqs] = shared.end;
+// Rows of a sequence: a multiple of kFp8Rows, and if it is empty kFp8Rows, which its work tile
+// reads.
+__device__ __forceinline__ int64_t rows_of(const PagedAttentionParams& p, const Fp8Rows& to,
+                                           int seq) {
+  if (query_range(p, seq).count < to.min_query_len) return 0;
+  return (int64_t{max(key_range(p, seq).count, 1)} + kFp8Rows - 1) & -kFp8Rows;
 }
 
-// Finds the tokens of the CTA's rows. Returns false if nobody reads them.
+// Finds the sequence that has `first_row`, and the end of all. The first CTA stores their starts
+// and lengths. One that does not fit in max_rows has none, and length 0, nor have those after it. A
+// thread has the sequences of an equal part of the batch.
+__device__ __forceinline__ void find_sequence(const PagedAttentionParams& p, const Fp8Rows& to,
+                                              Fp8Shared& shared, int first_row) {
+  if (threadIdx.x == 0) shared.seq = -1, shared.end = 0;
+  const int share = (p.num_seqs + kThreads - 1) / kThreads;
+  const int first = min(static_cast<int>(threadIdx.x) * share, p.num_seqs);
+  const int last = min(first + share, p.num_seqs);
+  int64_t mine = 0, total;
+#pragma unroll 1
+  for (int seq = first; seq < last; ++seq) mine += rows_of(p, to, seq);
+  const int64_t before = inclusive_block_sum(mine, shared.warp_sums, total) - mine;
+  int64_t start = before;
+#pragma unroll 1
+  for (int seq = first; seq < last; ++seq) {
+    const int64_t end = start + rows_of(p, to, seq);
+    if (end > to.max_rows) break;
+    atomicMax(&shared.end, static_cast<int32_t>(end));
+    if (first_row >= start && first_row < end) {
+      shared.seq = seq;
+      shared.start = static_cast<int32_t>(start);
+    }
+    start = end;
+  }
+  __syncthreads();
+  if (first_row > 0 || blockIdx.y > 0) return;
+  start = before;
+#pragma unroll 1
+  for (int seq = first; seq < last; ++seq) {
+    const int64_t end = start + rows_of(p, to, seq);
+    to.starts[seq] = static_cast<int32_t>(min(start, int64_t{shared.end}));
+    to.lens[seq] = end <= to.max_rows ? key_range(p, seq).count : 0;
+    start = end;
+  }
+  if (threadIdx.x == 0) to.starts[p.num_seqs] = shared.end;
+}
+
+// Finds the tokens of the rows from first_row on. Returns false if nobody reads them.
 __device__ __forceinline__ bool locate(const PagedAttentionParams& p, const Fp8Rows& to,
-                                       Fp8Shared& shared) {
-  find_sequence(p, to, shared);
-  const int first_row = blockIdx.x * kFp8Rows, kv_head = blockIdx.y, seq = shared.seq;
+                                       Fp8Shared& shared, int first_row) {
+  find_sequence(p, to, shared, first_row);
+  const int kv_head = blockIdx.y, seq = shared.seq;
   const bool is_behind = seq < 0;  // no sequence's
-  if (is_behind && first_row != shared.end) return false;
+  if (first_row > shared.end) return false;
   const RowRange keys = is_behind ? RowRange{} : key_range(p, seq);
   int first_token = 0, visible_from = 0;
   if (!is_behind) {
@@ -212,7 +226,7 @@ __device__ __forceinline__ float scale_of(const float* scales, int at) {
   return scales == nullptr ? 1.0f : scales[at];
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kCtasPerSm)
     gather_fp8_kernel(const __grid_constant__ PagedAttentionParams p,
                       const __grid_constant__ Fp8Rows to) {
   extern __shared__ uint4 tile[];  // rows of V
@@ -224,21 +238,28 @@ __global__ void __launch_bounds__(kThreads)
     to.scales[head] = to.query.of(head) * scale_of(p.kv.k_scale, head * stride);
     to.scales[p.kv.num_kv_heads + head] = scale_of(p.kv.v_scale, head * stride);
   }
-  if (!locate(p, to, shared)) return;
-  const int64_t first_row = int64_t{blockIdx.x} * kFp8Rows, kv_head = blockIdx.y;
-  if (to.key != nullptr) {
-    char* key = to.key + (kv_head * to.rows + first_row) * to.key_bytes;
-    const int64_t chunk_stride = p.kv.layout == KvLayout::kVllm ? p.kv.key_chunk_stride : 16;
-    for_each_chunk(p, to, [&](int row, int chunk) {
-      *reinterpret_cast<uint4*>(key + int64_t{row} * to.key_bytes + chunk * 16) =
-          load_or_zero(p.kv.key, shared.key[row], chunk * chunk_stride);
-    });
-  }
-  char* value = to.value + kv_head * p.kv.head_size * to.rows + first_row;
-  if (p.kv.layout == KvLayout::kVllm) {
-    copy_packed_values(p, shared, value, to.rows);
-  } else {
-    transpose_values(p, to, shared, tile, value);
+  const int64_t kv_head = blockIdx.y;
+#pragma unroll 1
+  for (int first_row = blockIdx.x * kFp8Rows; first_row < to.rows;
+       first_row += gridDim.x * kFp8Rows) {
+    if (first_row > static_cast<int>(blockIdx.x) * kFp8Rows) __syncthreads();  // reads shared
+    const bool is_read = locate(p, to, shared, first_row);
+    if (first_row > shared.end) return;
+    if (!is_read) continue;
+    if (to.key != nullptr) {
+      char* key = to.key + (kv_head * to.rows + first_row) * to.key_bytes;
+      const int64_t chunk_stride = p.kv.layout == KvLayout::kVllm ? p.kv.key_chunk_stride : 16;
+      for_each_chunk(p, to, [&](int row, int chunk) {
+        *reinterpret_cast<uint4*>(key + int64_t{row} * to.key_bytes + chunk * 16) =
+            load_or_zero(p.kv.key, shared.key[row], chunk * chunk_stride);
+      });
+    }
+    char* value = to.value + kv_head * p.kv.head_size * to.rows + first_row;
+    if (p.kv.layout == KvLayout::kVllm) {
+      copy_packed_values(p, shared, value, to.rows);
+    } else {
+      transpose_values(p, to, shared, tile, value);
+    }
   }
 }
 
@@ -269,10 +290,13 @@ Fp8Keys gather_fp8_keys(const PagedAttentionParams& p, const E4M3Query& query,
                       .key_bytes = static_cast<int32_t>(at.key_bytes),
                       .chunks = chunks,
                       .by_chunk = FastDivisor(chunks)};
+  // The host has a bound on the rows. Few CTAs find out that none is left for them.
+  const int most = 4 * kCtasPerSm * current_device_model().num_sms / kv.num_kv_heads + 1;
+  const auto blocks = static_cast<unsigned>(std::min(rows / kFp8Rows, most));
   const int shared_bytes = kFp8Rows * ((chunks + 7) / 8 * 8) * 16;
   launch_kernel("paged_attention", gather_fp8_kernel,
-                dim3(rows / kFp8Rows, static_cast<unsigned>(kv.num_kv_heads)), dim3(kThreads),
-                shared_bytes, stream, p, to);
+                dim3(blocks, static_cast<unsigned>(kv.num_kv_heads)), dim3(kThreads), shared_bytes,
+                stream, p, to);
 
   PagedAttentionParams gathered = p;
   gathered.seq_lens = lens;

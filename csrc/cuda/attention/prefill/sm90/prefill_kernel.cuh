@@ -218,9 +218,12 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
       }
     };
     if (Config::kMaySplit && work_tile.splits > 1) {
-      const float sums[2] = {quad_sum(sum[0]), quad_sum(sum[1])};
-      end_split<Config>(shape.splits, work_tile, tile, row_max, sums,
-                        Mma::kPermutes ? value_boxes.permutation : 0, end_row);
+      // Without rows in any split, there is nothing to add up.
+      if (warpgroup * 64 < work_tile.rows) {
+        const float sums[2] = {quad_sum(sum[0]), quad_sum(sum[1])};
+        end_split<Config>(shape.splits, work_tile, tile, row_max, sums,
+                          Mma::kPermutes ? value_boxes.permutation : 0, end_row);
+      }
     } else {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
