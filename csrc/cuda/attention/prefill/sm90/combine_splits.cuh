@@ -19,7 +19,7 @@ struct PrefillRow {
   float scale;
 };
 
-// A thread's part of the end of a split: two of the 64 rows of its consumer warpgroup.
+// The end of a split, for a thread: two of the 64 rows of its consumer warpgroup.
 template <typename Config>
 struct SplitEnd {
   using Mma = PrefillMma<Config>;
@@ -35,15 +35,15 @@ struct SplitEnd {
   int index = opaque(static_cast<int>(threadIdx.x));
 
   __device__ __forceinline__ int lane() const { return index % 32; }
-  __device__ __forceinline__ int part_of(int split) const {
+  __device__ __forceinline__ int slot_of(int split) const {
     return (work_tile.slot + split) * kConsumers + index / 128;
   }
   __device__ __forceinline__ float2* stats_of(int split) const {  // of row 1: 8 behind
-    return shape.partials.stats + part_of(split) * 64 + index % 128 / 32 * 16 + lane() / 4;
+    return shape.partials.stats + slot_of(split) * 64 + index % 128 / 32 * 16 + lane() / 4;
   }
   __device__ __forceinline__ float4* out_of(int split) const {  // [8 dimensions][thread]
     return reinterpret_cast<float4*>(shape.partials.out) +
-           int64_t{part_of(split)} * (kOutTiles * 128) + index % 128;
+           int64_t{slot_of(split)} * (kOutTiles * 128) + index % 128;
   }
 
   __device__ __forceinline__ void store(const Mma& tile, const float (&row_max)[2],
@@ -65,7 +65,7 @@ struct SplitEnd {
     bool last = false;
     if (index % 128 == 0) {
       const uint32_t others = work_tile.splits - 1;
-      last = atomic_inc_acquire_release(&shape.semaphores[part_of(0)], others) == others;
+      last = atomic_inc_acquire_release(&shape.semaphores[slot_of(0)], others) == others;
     }
     return warpgroup_any<kConsumers>(warpgroup, last);
   }
@@ -98,14 +98,14 @@ struct SplitEnd {
 #pragma unroll 1
     for (int first_split = 0; first_split < work_tile.splits; first_split += kSplits) {
       float weights[kSplits][2];
-      float4 parts[kSplits][kAhead];
+      float4 partials[kSplits][kAhead];
 #pragma unroll
       for (int j = 0; j < kSplits; ++j) {
         const int split = min(first_split + j, work_tile.splits - 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) weights[j][r] = __ldcg(stats_of(split) + 8 * r).x;
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) parts[j][i] = __ldcg(out_of(split) + (first + i) * 128);
+        for (int i = 0; i < kAhead; ++i) partials[j][i] = __ldcg(out_of(split) + (first + i) * 128);
       }
 #pragma unroll
       for (int j = 0; j < kSplits; ++j) {
@@ -114,10 +114,10 @@ struct SplitEnd {
         for (int r = 0; r < 2; ++r) weights[j][r] = exp2_approx(weights[j][r] - highest[r]);
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-          sums[i].x = fmaf(weights[j][0], parts[j][i].x, sums[i].x);
-          sums[i].y = fmaf(weights[j][0], parts[j][i].y, sums[i].y);
-          sums[i].z = fmaf(weights[j][1], parts[j][i].z, sums[i].z);
-          sums[i].w = fmaf(weights[j][1], parts[j][i].w, sums[i].w);
+          sums[i].x = fmaf(weights[j][0], partials[j][i].x, sums[i].x);
+          sums[i].y = fmaf(weights[j][0], partials[j][i].y, sums[i].y);
+          sums[i].z = fmaf(weights[j][1], partials[j][i].z, sums[i].z);
+          sums[i].w = fmaf(weights[j][1], partials[j][i].w, sums[i].w);
         }
       }
     }
