@@ -45,7 +45,7 @@ def test_few_tiles(layout, head_size, page, dtype):
         check_shared(case)
 
 
-@pytest.mark.parametrize("length", [1023, 1024, 1025, 1151, 1152, 1153, 2559, 4095, 4096, 4097])
+@pytest.mark.parametrize("length", [2047, 2048, 2049, 2175, 2176, 2177, 2559, 4095, 4096, 4097])
 def test_ends_of_splits(layout, length):
     check_shared(make([length], [32], layout=layout))
 
