@@ -100,8 +100,7 @@ __device__ __forceinline__ uint32_t block_max(uint32_t value) {
 
 // The sum of the values of this lane and the lower ones.
 template <typename Int>
-__device__ __forceinline__ Int inclusive_sum(Int value) {
-  const int lane = threadIdx.x % kWarpSize;
+__device__ __forceinline__ Int inclusive_sum(Int value, int lane = threadIdx.x % kWarpSize) {
 #pragma unroll
   for (int distance = 1; distance < kWarpSize; distance *= 2) {
     const Int other = __shfl_up_sync(0xffffffffu, value, distance);

@@ -271,7 +271,7 @@ class TileScheduler {
                             (stages <= longest_ >> kLengthClasses && class_ == kShortestClass) ||
                             num_tiles_ <= gridDim.x;
       const uint32_t mine = of_class ? tiles_of_lane() * heads : 0;
-      const uint32_t until = inclusive_sum(mine);
+      const uint32_t until = inclusive_sum(mine, lane);
       const uint32_t in_round = __shfl_sync(0xffffffffu, until, 31);
       if (index - before_ >= in_round) {
         before_ += in_round;
