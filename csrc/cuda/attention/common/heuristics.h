@@ -66,8 +66,7 @@ constexpr float kEndTokens = 150.0f;
 
 // Prefill sm90, splits of a work tile. What they cost besides, in tokens: once, and for each four
 // that one CTA adds up. The fewest tokens of one. The estimated time below which splits are taken,
-// as a part of the time without them. (prefill/splits.md, H200, contiguous keys, 4 sequences of 64
-// tokens on 1k: 19.9 us whole, 21.7 in two splits. No row for the others.)
+// as a part of the time without them. (No row.)
 constexpr float kSplitEndTokens = 400.0f, kWorthSplitting = 0.9f;
 constexpr int kMinPrefillSplitTokens = 512, kMaxPrefillSplits = 32;
 // From so many query rows of a sequence on, splits are faster than decode where tiles are few.
