@@ -36,14 +36,16 @@ constexpr int kCtasPerSm = 2;
 // leave 64 registers a thread.
 struct SparqRow {
   const SparqParams& p;
-  int row, seq, head;  // head: of KV
-  int length, units;
+  int row, seq, head;         // head: of KV
+  int length = 0, units = 0;  // once read
 
   __device__ __forceinline__ SparqRow(const SparqParams& p, int row) : p(p), row(row) {
     seq = row / p.units.num_kv_heads;
     head = row - seq * p.units.num_kv_heads;
-    length = static_cast<int>(p.units.length_of(seq));
-    units = p.units.pages_of(length);
+  }
+  __device__ __forceinline__ void set_length(int32_t given) {
+    length = static_cast<int>(p.units.cut(given));
+    units = (length + p.units.block_size - 1) >> (__ffs(p.units.block_size) - 1);
   }
   __device__ __forceinline__ const int32_t* ids() const {
     return p.units.block_tables + seq * p.units.block_tables_stride;
@@ -66,22 +68,20 @@ struct SparqRow {
 // In shared memory.
 struct SparqQuery {
   alignas(16) float weights[kMaxSparqHeadSize];  // of the chosen components, in their order
-  int offsets[kMaxSparqChunks];                  // of the accesses, in elements
-  float sums[kMaxSparqChunks];
-  int chunks[kMaxSparqChunks];  // the chosen ones
-  uint64_t chosen;              // a bit for each chunk
-  float factors[1];             // [group], then the query group [group, head_size]
+  alignas(16) int offsets[kMaxSparqChunks];      // of the accesses, in elements
+  alignas(16) float sums[kMaxSparqChunks + 4];   // of chunks; below 0: none
+  int chunks[kMaxSparqChunks];                   // the chosen ones
+  float factors[1];                              // [group], then the query group [group, head_size]
 
   __device__ __forceinline__ float* rows(int group) { return factors + group; }
   __device__ __forceinline__ const float* rows(int group) const { return factors + group; }
 };
 
-// Component d of query head `head` of the row's group; NaN as 0.
-__device__ __forceinline__ float query_at(const SparqParams& p, const SparqRow& row, int head,
-                                          int d) {
+// Component i of the query group's rows, which lie one behind the other; NaN as 0.
+__device__ __forceinline__ float query_at(const SparqParams& p, const SparqRow& row, int i) {
   const SelectPagesParams& u = p.units;
-  const int64_t at = row.seq * u.query_seq_stride +
-                     (int64_t{row.head} * p.group() + head) * u.query_head_stride + d;
+  const int64_t at =
+      row.seq * u.query_seq_stride + int64_t{row.head} * p.group() * u.query_head_stride + i;
   float q;
   if (u.dtype == DType::kFloat16) {
     q = to_float(static_cast<const Half*>(u.query)[at]);
@@ -96,47 +96,63 @@ __device__ __forceinline__ float query_at(const SparqParams& p, const SparqRow& 
 // Brings the query group into shared memory.
 __device__ __forceinline__ void load_query(const SparqParams& p, const SparqRow& row,
                                            SparqQuery& query) {
-  const int size = p.units.head_size, group = p.group();
-  for (int i = threadIdx.x; i < group * size; i += kRowThreads) {
-    query.rows(group)[i] = query_at(p, row, i / size, i % size);
+  const int group = p.group();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < group * p.units.head_size; i += kRowThreads) {
+    query.rows(group)[i] = query_at(p, row, i);
   }
+}
+
+// Whether chunk i of `count` has one of the `wanted` largest sums, of equal ones the first.
+__device__ __forceinline__ bool is_chosen(const SparqQuery& query, int count, int i, int wanted) {
+  const float mine = query.sums[i];
+  int before = 0;
+#pragma unroll 1
+  for (int first = 0; first < count; first += 4) {
+    for_each_of(*reinterpret_cast<const uint4*>(query.sums + first), [&](uint32_t bits, int j) {
+      const float sum = bits_as<float>(bits);
+      before += sum > mine || (sum == mine && first + j < i) ? 1 : 0;
+    });
+  }
+  return before < wanted;
 }
 
 // Chooses the chunks, and finds the factor of each query head.
 __device__ __forceinline__ void choose_chunks(const SparqParams& p, const SparqRow& row,
                                               SparqQuery& query) {
   const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
-  const int size = p.units.head_size, group = p.group(), count = size / p.chunk;
+  const int size = p.units.head_size, group = p.group();
+  const int chunk_bits = __ffs(p.chunk) - 1, count = size >> chunk_bits;
   const float* rows = query.rows(group);
-  if (thread < count) {
+  if (thread < 4) query.sums[count + thread] = -1.0f;
+  if (thread < kMaxSparqHeadSize) {  // whole warps; the lanes of a chunk are neighbours
     float sum = 0.0f;
 #pragma unroll 1
-    for (int head = 0; head < group; ++head) {
-      const float* chunk = rows + head * size + thread * p.chunk;
-#pragma unroll 8
-      for (int i = 0; i < p.chunk; ++i) sum += fabsf(chunk[i]);
+    for (int at = thread; thread < size && at < group * size; at += size) sum += fabsf(rows[at]);
+#pragma unroll 1
+    for (int distance = p.chunk / 2; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
-    query.sums[thread] = sum;
+    if (thread < size && thread % p.chunk == 0) query.sums[thread >> chunk_bits] = sum;
   }
   __syncthreads();
-  if (warp == 0) {
-    const bool low = lane < count && p.is_chosen(query.sums, count, lane);
-    const bool high = lane + kWarpSize < count && p.is_chosen(query.sums, count, lane + kWarpSize);
-    const uint32_t lows = __ballot_sync(0xffffffffu, low);
-    const uint32_t highs = __ballot_sync(0xffffffffu, high);
-    const uint32_t before = (1u << lane) - 1;
-    if (low) query.chunks[__popc(lows & before)] = lane;
-    if (high) query.chunks[__popc(lows) + __popc(highs & before)] = lane + kWarpSize;
-    if (lane == 0) query.chosen = uint64_t{highs} << 32 | lows;
+  uint64_t chosen = 0;
+#pragma unroll 1
+  for (int first = 0; first < count; first += kWarpSize) {
+    const int chunk = first + lane;
+    const bool mine = chunk < count && is_chosen(query, count, chunk, p.num_chunks);
+    chosen |= uint64_t{__ballot_sync(0xffffffffu, mine)} << first;
   }
-  __syncthreads();
+  if (thread < count && chosen >> thread & 1) {
+    const int number = __popcll(chosen & ((uint64_t{1} << thread) - 1)), vectors = p.vectors();
+    const int64_t offset = p.chunk_offset(thread);
+    query.chunks[number] = thread;
+    query.offsets[number * vectors] = static_cast<int>(offset);
+    query.offsets[number * vectors + vectors - 1] =
+        static_cast<int>(offset + (vectors - 1) * p.kv.x);
+  }
   const bool is_scaled = size_of(p.kv.dtype) == 1 && p.kv.k_scale != nullptr;
   const float scale = is_scaled ? p.scale * p.kv.k_scale[row.head * p.kv.scale_stride] : p.scale;
-  const int per_chunk = p.chunk / p.kv.x;
-  if (thread < p.num_chunks * per_chunk) {
-    query.offsets[thread] = static_cast<int>(p.chunk_offset(query.chunks[thread / per_chunk])) +
-                            thread % per_chunk * p.kv.x;
-  }
 #pragma unroll 1
   for (int head = warp; head < group; head += kRowWarps) {
     float norm = 0.0f, chosen_norm = 0.0f;
@@ -144,7 +160,7 @@ __device__ __forceinline__ void choose_chunks(const SparqParams& p, const SparqR
     for (int d = lane; d < size; d += kWarpSize) {
       const float q = fabsf(rows[head * size + d]);
       norm += q;
-      if (query.chosen >> (d / p.chunk) & 1) chosen_norm += q;
+      if (chosen >> (d >> chunk_bits) & 1) chosen_norm += q;
     }
     norm = warp_sum(norm);
     chosen_norm = warp_sum(chosen_norm);
@@ -159,9 +175,10 @@ __device__ __forceinline__ void set_weights(const SparqParams& p, int begin, int
   __syncthreads();  // all have read the weights before, and written the factors
   const int i = threadIdx.x, size = p.units.head_size;
   if (i < p.num_chunks * p.chunk) {
-    const float* rows = query.rows(p.group()) + query.chunks[i / p.chunk] * p.chunk + i % p.chunk;
+    const int number = i >> (__ffs(p.chunk) - 1);
+    const float* rows = query.rows(p.group()) + (query.chunks[number] - number) * p.chunk + i;
     float sum = 0.0f;
-#pragma unroll 4
+#pragma unroll 1
     for (int head = begin; head < end; ++head) {
       sum = fmaf(query.factors[head], rows[head * size], sum);
     }
@@ -170,11 +187,18 @@ __device__ __forceinline__ void set_weights(const SparqParams& p, int begin, int
   __syncthreads();
 }
 
+// As opaque(), for an address.
+template <typename T>
+__device__ __forceinline__ const T* opaque(const T* at) {
+  asm volatile("" : "+l"(at));
+  return at;
+}
+
 // 16 bytes of K, or the same by elements.
 template <bool kAligned, typename C>
 __device__ __forceinline__ uint4 load_16_bytes(const C* from) {
   if constexpr (kAligned) {
-    return *reinterpret_cast<const uint4*>(from);
+    return __ldg(reinterpret_cast<const uint4*>(from));
   } else {
     Elements16<C> loaded;
 #pragma unroll
@@ -208,10 +232,12 @@ __device__ __forceinline__ float score_token(const SparqQuery& query, const C* k
 #pragma unroll 1
   for (int first = 0; first < accesses; first += kAccessesAtOnce) {
     uint4 loaded[kAccessesAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAccessesAtOnce; ++j) {
-      if (first + j < accesses) loaded[j] = load_16_bytes<kAligned>(key + query.offsets[first + j]);
-    }
+    for_each_of(reinterpret_cast<const uint4*>(query.offsets)[first / 4],
+                [&](uint32_t offset, int j) {
+                  if (first + j < accesses) {
+                    loaded[j] = load_16_bytes<kAligned>(key + static_cast<int>(offset));
+                  }
+                });
 #pragma unroll
     for (int j = 0; j < kAccessesAtOnce; ++j) {
       if (first + j >= accesses) continue;
@@ -243,6 +269,7 @@ struct UnitScore {
   // Adds the same of the other lanes in a group of `lanes`.
   template <bool kLse>
   __device__ __forceinline__ void add_lanes(int lanes) {
+#pragma unroll 1
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
       const float other = __shfl_xor_sync(0xffffffffu, highest, distance);
       const float other_sum = kLse ? __shfl_xor_sync(0xffffffffu, sum, distance) : 0.0f;
@@ -251,43 +278,44 @@ struct UnitScore {
   }
 };
 
-// Scores of the units of `tokens` tokens from unit first_unit on, whole spans but for the row's
-// end. A span is the longer one of a unit and 32 tokens. store(unit, score) is called by one lane a
-// unit.
+// Scores of the units of tokens [begin, end), whole spans but for the row's end. A span is the
+// longer one of a unit and 32 tokens. store(unit, score) is called by one lane a unit.
 template <typename C, bool kAligned, bool kLse, typename Store>
-__device__ __forceinline__ void score_units(const SparqParams& p, const SparqRow& row,
-                                            int first_unit, int tokens, const SparqQuery& query,
-                                            const Store& store) {
+__device__ __forceinline__ void score_units(const SparqParams& p, const SparqRow& row, int begin,
+                                            int end, const SparqQuery& query, const Store& store) {
   const PagedKv& kv = p.kv;
   const int lane = threadIdx.x % kWarpSize, unit = p.units.block_size;
   const int span = max(unit, kWarpSize), lanes = min(unit, kWarpSize);
-  const int unit_bits = __ffs(unit) - 1, accesses = p.num_chunks * p.chunk / kVecWidth<C>;
-  const C* keys = static_cast<const C*>(kv.key) + row.head * kv.key_head_stride;
-  // A warp's next 32 tokens: their ids are requested while those before are scored.
+  const int unit_bits = __ffs(unit) - 1, accesses = p.num_chunks * p.vectors();
+  const C* keys = opaque(static_cast<const C*>(kv.key) + row.head * kv.key_head_stride);
+  const int32_t* ids = opaque(row.ids());
   const auto id_of = [&](int token) {
-    return token < tokens ? p.block_of(row.ids(), first_unit + (token >> unit_bits)) : -1;
+    return token < end ? p.block_of(ids, token >> unit_bits) : -1;
   };
-  const int begin = threadIdx.x / kWarpSize * span;
-  int next_id = id_of(begin + lane);
+  // A warp's next 32 tokens: their ids are requested while those before are scored.
+  int first = begin + threadIdx.x / kWarpSize * span;
+  int id = id_of(first + lane);
+  UnitScore score;
 #pragma unroll 1
-  for (int at = begin; at < tokens; at += kRowWarps * span) {
-    UnitScore score;
-#pragma unroll 1
-    for (int token = at + lane; token < min(at + span, tokens); token += kWarpSize) {
-      const int mine = first_unit + (token >> unit_bits), id = next_id;
-      const bool is_last = token + kWarpSize >= at + span;
-      next_id = id_of(is_last ? token + kWarpSize + (kRowWarps - 1) * span : token + kWarpSize);
-      score.good = id >= 0 && id < kv.num_blocks;
-      if (!score.good) continue;
-      const int in_block = p.token_in_block(mine) + (token & (unit - 1));
+  while (first < end) {
+    const bool ends_span = ((first + kWarpSize) & (span - 1)) == 0;
+    const int next = first + kWarpSize + (ends_span ? (kRowWarps - 1) * span : 0);
+    const int next_id = id_of(next + lane), token = first + lane;
+    const bool good = id >= 0 && id < kv.num_blocks;
+    if (token < end && good) {
+      const int in_block = token & ((unit << p.unit_shift) - 1);
       const C* key = keys + id * kv.key_block_stride + in_block * kv.key_token_stride;
       score.template add<kLse>(score_token<C, kAligned>(query, key, accesses), 1.0f);
     }
     __syncwarp();
-    score.template add_lanes<kLse>(lanes);
-    if (lane % lanes == 0 && at + lane < tokens) {
-      store(first_unit + ((at + lane) >> unit_bits), score);
+    if (ends_span || next >= end) {
+      score.template add_lanes<kLse>(lanes);
+      score.good = good;
+      if ((lane & (lanes - 1)) == 0 && token < end) store(token >> unit_bits, score);
+      score = {};
     }
+    first = next;
+    id = next_id;
   }
 }
 
@@ -314,8 +342,11 @@ __device__ __forceinline__ void store_weights(const SparqParams& p, const SparqR
 
 // The result of a row whose units are all kept.
 __device__ __forceinline__ void keep_all(const SparqParams& p, const SparqRow& row) {
+  if (threadIdx.x == 0) p.lens[row.row] = row.length;
+#pragma unroll 1
   for (int i = threadIdx.x; i < row.units; i += kRowThreads) row.keep(i, row.entry(i));
   const int64_t first = int64_t{row.row} * p.units.budget;
+#pragma unroll 1
   for (int i = row.units + threadIdx.x; i < p.units.budget; i += kRowThreads) {
     p.units.tables[first + i] = 0;
   }
@@ -333,39 +364,37 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? sm90a_or(kCtasPerSm, 1
   // SparqQuery, then what the selection needs.
   extern __shared__ __align__(16) char sparq_shared[];
   launch_dependents();
-  wait_for_primary_kernel();
   const SelectPagesParams& u = p.units;
-  const SparqRow row(p, first_row + blockIdx.y);
+  SparqRow row(p, first_row + blockIdx.y);
   auto& query = *reinterpret_cast<SparqQuery*>(sparq_shared);
+  wait_for_primary_kernel();
+  const int32_t length = u.seq_lens[row.seq];  // used behind the next read, which does not wait
   load_query(p, row, query);
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.lens[row.row] = u.kept_length(row.length);
+  row.set_length(length);
   if (row.units <= u.budget) {
     if (blockIdx.x == 0) keep_all(p, row);
     return;
   }
   const int64_t begin = int64_t{blockIdx.x} * chunk_tokens;
   if (begin >= row.length) return;
-  const int first = static_cast<int>(begin), tokens = min(row.length - first, chunk_tokens);
-  const int first_unit = first / u.block_size;
+  const int first = static_cast<int>(begin), end = min(row.length - first, chunk_tokens) + first;
   __syncthreads();
   choose_chunks(p, row, query);
   set_weights(p, 0, p.group(), query);
-  score_units<C, kAligned, false>(
-      p, row, first_unit, tokens, query, [&](int unit, const UnitScore& score) {
-        const uint32_t order =
-            score.good ? u.order_of(score.highest) : SelectPagesParams::kBadBlock;
-        row.scores()[unit] =
-            u.always_kept(unit, row.units) ? SelectPagesParams::kAlwaysKept : order;
-      });
+  score_units<C, kAligned, false>(p, row, first, end, query, [&](int unit, const UnitScore& score) {
+    const uint32_t order = score.good ? u.order_of(score.highest) : SelectPagesParams::kBadBlock;
+    row.scores()[unit] = u.always_kept(unit, row.units) ? SelectPagesParams::kAlwaysKept : order;
+  });
   if (p.unit_lse != nullptr) {
 #pragma unroll 1
     for (int head = 0; head < p.group(); ++head) {
       set_weights(p, head, head + 1, query);
       score_units<C, kAligned, true>(
-          p, row, first_unit, tokens, query,
+          p, row, first, end, query,
           [&](int unit, const UnitScore& score) { row.lse(head)[unit] = score.lse(); });
     }
   }
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.lens[row.row] = u.kept_length(row.length);
   const int ctas = (row.length - 1) / chunk_tokens + 1;
   if (!comes_last(counters + blockIdx.y, ctas)) return;
   choose_pages<false>(

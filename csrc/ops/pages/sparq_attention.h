@@ -33,7 +33,7 @@ struct SparqParams {
   PagedKv kv;     // K
   int32_t* lens;  // [num_seqs, num_kv_heads] tokens of the kept units
   float scale;
-  int32_t chunk;       // components
+  int32_t chunk;       // components: kv.x or twice that
   int32_t num_chunks;  // r / chunk
   // Of a block id, a KV head and a unit of the block: the entry of the view.
   int32_t unit_shift;  // 2^unit_shift units a block
@@ -44,11 +44,9 @@ struct SparqParams {
   float* unit_lse = nullptr;  // scratch [num_rows, group, score_words()]: that of each unit
 
   VLLM_KERNELS_INLINE int32_t group() const { return units.num_heads / units.num_kv_heads; }
+  VLLM_KERNELS_INLINE int32_t vectors() const { return chunk == kv.x ? 1 : 2; }  // of a chunk
   VLLM_KERNELS_INLINE int32_t block_of(const int32_t* ids, int32_t unit) const {
     return ids[unit >> unit_shift];
-  }
-  VLLM_KERNELS_INLINE int32_t token_in_block(int32_t unit) const {  // its first
-    return (unit & ((1 << unit_shift) - 1)) * units.block_size;
   }
   // -1 for a bad block.
   VLLM_KERNELS_INLINE int32_t entry_of(const int32_t* ids, int32_t head, int32_t unit) const {
@@ -56,17 +54,9 @@ struct SparqParams {
     if (id < 0 || id >= kv.num_blocks) return -1;
     return id * block_step + head * head_step + (unit & ((1 << unit_shift) - 1)) * unit_step;
   }
-  // Whether chunk i, of the magnitudes `sums` of all `count` chunks, is chosen.
-  VLLM_KERNELS_INLINE bool is_chosen(const float* sums, int32_t count, int32_t i) const {
-    int32_t before = 0;
-    for (int32_t j = 0; j < count; ++j) {
-      before += sums[j] > sums[i] || (sums[j] == sums[i] && j < i) ? 1 : 0;
-    }
-    return before < num_chunks;
-  }
   // Elements from a block's K of a head to component 0 of chunk `index`.
   VLLM_KERNELS_INLINE int64_t chunk_offset(int32_t index) const {
-    return int64_t{index} * chunk / kv.x * kv.key_chunk_stride;
+    return int64_t{index} * vectors() * kv.key_chunk_stride;
   }
 };
 
