@@ -106,7 +106,10 @@ Loop select_loop(const SelectPagesParams& p) {
 void select_row(const SelectPagesParams& p, int64_t row) {
   const auto seq = static_cast<int32_t>(row / p.num_row_heads);
   const int32_t* ids = p.block_tables + seq * p.block_tables_stride;
-  if (row % p.num_row_heads == 0) p.lens[seq] = p.kept_length(p.length_of(seq));
+  if (row % p.num_row_heads == 0) {
+    const int64_t length = p.length_of(seq);
+    p.lens[seq] = p.kept_length(length, p.pages_of(length));
+  }
   choose_pages(p, row, [&](int32_t page) { return ids[page]; });
 }
 

@@ -35,9 +35,8 @@ constexpr int kCtasPerSm = 2;  // loads by elements take more registers: one
 
 // One row, and what a CTA knows of it.
 struct PageRow {
-  int seq, head;  // head: of KV, the first one
-  int64_t length;
-  int pages;
+  int seq, head;              // head: of KV, the first one
+  int length = 0, pages = 0;  // once read
   const int32_t* ids;
   int32_t* table;
   uint32_t* scores;
@@ -45,11 +44,13 @@ struct PageRow {
   __device__ __forceinline__ PageRow(const SelectPagesParams& p, int64_t row) {
     seq = static_cast<int>(row / p.num_row_heads);
     head = static_cast<int>(row - int64_t{seq} * p.num_row_heads);
-    length = p.length_of(seq);
-    pages = p.pages_of(length);
     ids = p.block_tables + seq * p.block_tables_stride;
     table = p.tables + seq * p.tables_seq_stride + head * p.tables_head_stride;
     scores = p.scores + row * p.score_words();
+  }
+  __device__ __forceinline__ void set_length(const SelectPagesParams& p, int32_t given) {
+    length = static_cast<int>(p.cut(given));
+    pages = static_cast<int>((static_cast<uint32_t>(length) + p.block_size - 1) / p.block_size);
   }
 };
 
@@ -149,10 +150,14 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
   // The weights, then what the selection needs.
   extern __shared__ __align__(16) char pages_shared[];
   launch_dependents();
+  PageRow row(p, first_row + blockIdx.y);
+  float* weights = reinterpret_cast<float*>(pages_shared);
   wait_for_primary_kernel();
-  const PageRow row(p, first_row + blockIdx.y);
+  const int32_t length = p.seq_lens[row.seq];  // used behind the query, which does not wait for it
+  fill_weights<T>(p, row, weights);
+  row.set_length(p, length);
   if (blockIdx.x == 0 && threadIdx.x == 0 && row.head == 0) {
-    p.lens[row.seq] = p.kept_length(row.length);
+    p.lens[row.seq] = p.kept_length(row.length, row.pages);
   }
   if (row.pages <= p.budget) {  // all are kept
     if (blockIdx.x > 0) return;
@@ -164,8 +169,6 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
   const int64_t begin = int64_t{blockIdx.x} * chunk_pages;
   if (begin >= row.pages) return;
   const int first = static_cast<int>(begin);
-  float* weights = reinterpret_cast<float*>(pages_shared);
-  fill_weights<T>(p, row, weights);
   __syncthreads();
   score_pages<T, kAligned>(p, row, first, min(row.pages - first, chunk_pages) + first, weights);
   const int ctas = (row.pages - 1) / chunk_pages + 1;

@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? sm90a_or(kCtasPerSm, 1
           [&](int unit, const UnitScore& score) { row.lse(head)[unit] = score.lse(); });
     }
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.lens[row.row] = u.kept_length(row.length);
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.lens[row.row] = u.kept_length(row.length, row.units);
   const int ctas = (row.length - 1) / chunk_tokens + 1;
   if (!comes_last(counters + blockIdx.y, ctas)) return;
   choose_pages<false>(

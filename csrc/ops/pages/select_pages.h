@@ -61,8 +61,7 @@ struct SelectPagesParams {
   VLLM_KERNELS_INLINE int32_t pages_of(int64_t length) const {
     return static_cast<int32_t>((length + block_size - 1) / block_size);
   }
-  VLLM_KERNELS_INLINE int32_t kept_length(int64_t length) const {
-    const int32_t pages = pages_of(length);
+  VLLM_KERNELS_INLINE int32_t kept_length(int64_t length, int32_t pages) const {
     return static_cast<int32_t>(pages <= budget ? length
                                                 : length - int64_t{pages - budget} * block_size);
   }
