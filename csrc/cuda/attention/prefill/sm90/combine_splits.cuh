@@ -19,12 +19,27 @@ struct PrefillRow {
   float scale;
 };
 
+// c + a * b where `is_there`, else c. Without a branch, behind which ptxas would put the loads of
+// b.
+__device__ __forceinline__ float fma_if(bool is_there, float a, float b, float c) {
+  asm("{\n"
+      ".reg .pred p;\n"
+      "setp.ne.s32 p, %3, 0;\n"
+      "@p fma.rn.f32 %0, %1, %2, %0;\n"
+      "}"
+      : "+f"(c)
+      : "f"(a), "f"(b), "r"(static_cast<int>(is_there)));
+  return c;
+}
+
 // The end of a split, for a thread: two of the 64 rows of its consumer warpgroup.
 template <typename Config>
 struct SplitEnd {
   using Mma = PrefillMma<Config>;
   using T = typename Config::T;
   static constexpr int kConsumers = Config::kConsumers, kOutTiles = Mma::kOutTiles;
+  // From a split to the next, in units of stats and out.
+  static constexpr int kStatsStep = kConsumers * 64, kOutStep = kConsumers * kOutTiles * 128;
   // Splits whose loads are in flight, and their groups of 8 dimensions. Registers limit them.
   static constexpr int kSplits = kConsumers > 2 ? 2 : 4, kAhead = kConsumers > 2 ? 1 : 4;
 
@@ -71,23 +86,27 @@ struct SplitEnd {
   }
   // The highest score of each row, and the sum of its weights, of all splits.
   __device__ __forceinline__ void add_stats(float (&highest)[2], float (&total)[2]) const {
+    constexpr int kSplits = 8;  // whose loads are in flight
+    const float2* from = stats_of(0);
 #pragma unroll 1
-    for (int first = 0; first < work_tile.splits; first += 4) {
-      float2 stats[4][2];
+    for (int first = 0; first < work_tile.splits; first += kSplits) {
+      float2 stats[kSplits][2];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2* from = stats_of(min(first + j, work_tile.splits - 1));
-#pragma unroll
-        for (int r = 0; r < 2; ++r) stats[j][r] = __ldcg(from + 8 * r);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (first + j >= work_tile.splits) break;
+      for (int j = 0; j < kSplits; ++j) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float2 now = stats[j][r];
-          const float factor = update_row_max(highest[r], fmaxf(highest[r], now.x));
-          total[r] = fmaf(now.y, exp2_approx(now.x - highest[r]), total[r] * factor);
+          stats[j][r] = __ldcg(from + min(first + j, work_tile.splits - 1) * kStatsStep + 8 * r);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kSplits; ++j) {
+        const bool is_there = first + j < work_tile.splits;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float max = is_there ? stats[j][r].x : kRowMaxInit;
+          const float factor = update_row_max(highest[r], fmaxf(highest[r], max));
+          const float now = is_there ? stats[j][r].y * exp2_approx(max - highest[r]) : 0.0f;
+          total[r] = fmaf(total[r], factor, now);
         }
       }
     }
@@ -95,6 +114,8 @@ struct SplitEnd {
   // Of all splits: kAhead groups of 8 dimensions, relative to `highest`.
   __device__ __forceinline__ void add_out(int first, const float (&highest)[2],
                                           float4 (&sums)[kAhead]) const {
+    const float2* stats = stats_of(0);
+    const float4* out = out_of(0) + first * 128;
 #pragma unroll 1
     for (int first_split = 0; first_split < work_tile.splits; first_split += kSplits) {
       float weights[kSplits][2];
@@ -103,21 +124,21 @@ struct SplitEnd {
       for (int j = 0; j < kSplits; ++j) {
         const int split = min(first_split + j, work_tile.splits - 1);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) weights[j][r] = __ldcg(stats_of(split) + 8 * r).x;
+        for (int r = 0; r < 2; ++r) weights[j][r] = __ldcg(stats + split * kStatsStep + 8 * r).x;
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) partials[j][i] = __ldcg(out_of(split) + (first + i) * 128);
+        for (int i = 0; i < kAhead; ++i) partials[j][i] = __ldcg(out + split * kOutStep + i * 128);
       }
 #pragma unroll
       for (int j = 0; j < kSplits; ++j) {
-        if (first_split + j >= work_tile.splits) break;
+        const bool is_there = first_split + j < work_tile.splits;
 #pragma unroll
         for (int r = 0; r < 2; ++r) weights[j][r] = exp2_approx(weights[j][r] - highest[r]);
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-          sums[i].x = fmaf(weights[j][0], partials[j][i].x, sums[i].x);
-          sums[i].y = fmaf(weights[j][0], partials[j][i].y, sums[i].y);
-          sums[i].z = fmaf(weights[j][1], partials[j][i].z, sums[i].z);
-          sums[i].w = fmaf(weights[j][1], partials[j][i].w, sums[i].w);
+          sums[i].x = fma_if(is_there, weights[j][0], partials[j][i].x, sums[i].x);
+          sums[i].y = fma_if(is_there, weights[j][0], partials[j][i].y, sums[i].y);
+          sums[i].z = fma_if(is_there, weights[j][1], partials[j][i].z, sums[i].z);
+          sums[i].w = fma_if(is_there, weights[j][1], partials[j][i].w, sums[i].w);
         }
       }
     }
