@@ -64,9 +64,8 @@ constexpr int kPrefillClasses = 16;
 // (prefill/mixed_batches.md.)
 constexpr float kEndTokens = 150.0f;
 
-// Prefill sm90, splits of a work tile. What they cost besides, in tokens: once, and for each four
-// that one CTA adds up. The fewest tokens of one. The estimated time below which splits are taken,
-// as a part of the time without them. (No row.)
+// Prefill sm90, splits of a work tile. What they cost besides, in tokens. The fewest tokens of one.
+// The estimated time below which splits are taken, as a part of the time without them. (No row.)
 constexpr float kSplitEndTokens = 400.0f, kWorthSplitting = 0.9f;
 constexpr int kMinPrefillSplitTokens = 512, kMaxPrefillSplits = 32;
 // From so many query rows of a sequence on, splits are faster than decode where tiles are few.
@@ -77,7 +76,7 @@ constexpr int kRowsOfSplits = 128;
 // `average` and `widest`: tokens of a tile.
 VLLM_KERNELS_HOST_DEVICE inline float split_time(float tiles, float average, float widest,
                                                  float splits, float ctas) {
-  const float end = 2 * kEndTokens + (splits > 1.0f ? kSplitEndTokens * (1 + splits / 4) : 0.0f);
+  const float end = 2 * kEndTokens + (splits > 1.0f ? kSplitEndTokens : 0.0f);
   const float by_rounds = ceilf(tiles * splits / ctas) * (average / splits + end);
   const float by_longest = widest / splits + end;
   return by_rounds > by_longest ? by_rounds : by_longest;

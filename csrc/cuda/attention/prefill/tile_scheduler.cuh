@@ -41,12 +41,41 @@ struct ValueBoxes {
   int permutation = 3;  // output column n is dimension n ^ (n / 8 & permutation)
 };
 
+struct PrefillTile {
+  int seq;
+  int kv_head;
+  int first_row, rows;         // of the sequence's query_len * group
+  int first_query;             // row of query of its query token 0
+  int position;                // of that token
+  int first_key;               // row of token 0 in contiguous keys
+  int begin, end;              // tokens visible to any row
+  int whole_begin, whole_end;  // tokens visible to every row
+  int first_tile, tiles;
+  uint16_t splits, split;  // of the tile, and which of them this is
+  uint32_t slot;           // of split 0
+};
+
+// Work tiles, and the number of splits that each may have.
+struct SplitCounts {
+  uint32_t tiles, splits;
+};
+
 // Where CTAs that share a work tile leave their results. `slots`: room for so many.
 struct PrefillSplits {
   SplitPartials partials = {};
-  uint32_t* semaphores = nullptr;  // 0 between launches
+  SplitCounts* counts = nullptr;
+  PrefillTile* tiles = nullptr;  // [slots], split 0 of each work tile
   uint32_t slots = 0;
 };
+
+// For work tiles of `rows` rows. Behind the partials one slot's room is left for the rest.
+inline PrefillSplits prefill_splits(const DecodeWorkspace& workspace, int rows, int head_size) {
+  const SplitPartials& partials = workspace.by_semaphore;
+  const int64_t most = std::min(kDecodeStatsBytes / 8, kDecodeOutBytes / (4 * head_size)) / rows;
+  const auto slots = static_cast<uint32_t>(most - 1);
+  auto* counts = reinterpret_cast<SplitCounts*>(partials.out + int64_t{slots} * rows * head_size);
+  return {partials, counts, reinterpret_cast<PrefillTile*>(counts + 8), slots};
+}
 
 struct PrefillShape {
   int group;                   // query heads of a KV head
@@ -102,20 +131,6 @@ __device__ __forceinline__ float usable_scale(float scale) {
   return scale == 0.0f ? 0x1p-100f : scale;
 }
 
-struct PrefillTile {
-  int seq;
-  int kv_head;
-  int first_row, rows;         // of the sequence's query_len * group
-  int first_query;             // row of query of its query token 0
-  int position;                // of that token
-  int first_key;               // row of token 0 in contiguous keys
-  int begin, end;              // tokens visible to any row
-  int whole_begin, whole_end;  // tokens visible to every row
-  int first_tile, tiles;
-  uint16_t splits, split;  // of the tile, and which of them this is
-  uint32_t slot;           // of split 0
-};
-
 // The query token of row `row` in its sequence, and its head. Rows past the last count as the last.
 __device__ __forceinline__ int token_of_row(const PrefillShape& shape, const PrefillTile& work_tile,
                                             int row, int& head) {
@@ -170,6 +185,7 @@ class PrefillTileScheduler {
 
   // Work tiles, each counted as often as it may be split.
   __device__ __forceinline__ uint32_t num_tiles() const { return num_tiles_ * splits_; }
+  __device__ __forceinline__ SplitCounts counts() const { return {num_tiles_, splits_}; }
   // CTAs that take work tiles.
   __device__ __forceinline__ uint32_t num_ctas() const { return num_ctas_; }
 

@@ -86,6 +86,11 @@ struct PrefillConfig : PrefillCta<prefill_tuning(kSize, kAdjustsScores, kIs8BitC
       PrefillConfig::kOperandBytes + (kCacheIs8Bit ? 2 * kDequantWarps * kRawBytes : 0);
 };
 
+template <typename Config>
+VLLM_KERNELS_HOST_DEVICE inline ValueBoxes value_boxes_of(const PrefillShape& shape) {
+  return Config::kForm == KvForm::kPackedBoxes ? shape.value_boxes : ValueBoxes{};
+}
+
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
 template <typename Config>

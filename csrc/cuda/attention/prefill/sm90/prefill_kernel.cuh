@@ -39,6 +39,7 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
   PrefillTileScheduler<Config::kHeadSize, Config::kRows, Config::kTokens, Config::kMaySplit>
       scheduler;
   scheduler.build(p, shape, lane);
+  if (Config::kMaySplit && blockIdx.x == 0 && lane == 0) *shape.splits.counts = scheduler.counts();
   const uint32_t blocks = scheduler.num_ctas();
   const uint32_t count = blockIdx.x < blocks ? scheduler.num_tiles() : 0;
   uint32_t index = blockIdx.x;
@@ -59,6 +60,10 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
     }
     if (lane == 0) {
       if (index >= count) work_tile.seq = -1;
+      const uint32_t splits = scheduler.counts().splits;
+      if (Config::kMaySplit && splits > 1 && index < count && work_tile.split == 0) {
+        shape.splits.tiles[index / splits] = work_tile;
+      }
       barrier_arrive(shared_address(&shared.tile_full[state.index]));
     }
     __syncwarp();
@@ -206,30 +211,24 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
   const auto write_tile = [&](uint32_t slot, const float (&row_max)[2], const float (&sum)[2]) {
     using T = typename Config::T;
     const PrefillTile& work_tile = shared.work_tiles[slot];
-    const auto end_row = [&](int r, float highest, float total, const auto& store) {
-      int head;
-      const int64_t token = work_tile.first_query + token_of_row(work_tile, r, head);
-      const RowResult result = row_result(p, work_tile.kv_head, head, highest, total);
-      const bool present = row + 8 * r < work_tile.rows;
-      store(static_cast<T*>(p.out) + token * p.out_stride + head * int64_t{shape.head_size},
-            present ? shape.head_size : 0, result.scale);
-      if (p.lse != nullptr && present && lane % 4 == 0) {
-        p.lse[token * p.num_heads + head] = result.lse;
-      }
-    };
     if (Config::kMaySplit && work_tile.splits > 1) {
-      // Without rows in any split, there is nothing to add up.
       if (warpgroup * 64 < work_tile.rows) {
         const float sums[2] = {quad_sum(sum[0]), quad_sum(sum[1])};
-        end_split<Config>(shape.splits, work_tile, tile, row_max, sums,
-                          Mma::kPermutes ? value_boxes.permutation : 0, end_row);
+        store_split<Config::kConsumers>(shape.splits, work_tile, tile.out, row_max, sums);
       }
     } else {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        end_row(r, row_max[r], quad_sum(sum[r]), [&](T* to, int head_size, float scale) {
-          tile.store(to, head_size, value_boxes.permutation, r, scale, lane);
-        });
+        int head;
+        const int64_t token = work_tile.first_query + token_of_row(work_tile, r, head);
+        const RowResult result =
+            row_result(p, work_tile.kv_head, head, row_max[r], quad_sum(sum[r]));
+        const bool present = row + 8 * r < work_tile.rows;
+        tile.store(static_cast<T*>(p.out) + token * p.out_stride + head * int64_t{shape.head_size},
+                   present ? shape.head_size : 0, value_boxes.permutation, r, result.scale, lane);
+        if (p.lse != nullptr && present && lane % 4 == 0) {
+          p.lse[token * p.num_heads + head] = result.lse;
+        }
       }
     }
     barrier_arrive_warp(shared_address(&shared.tile_empty[slot]), lane);
@@ -385,10 +384,7 @@ PrefillShape launch_shape(const PagedAttentionParams& p, const PrefillLaunch& la
   shape.takes_gathered = launch.takes_gathered;
   shape.value_starts = launch.value_starts;
   if constexpr (Config::kMaySplit) {
-    const int64_t rows = std::min(kDecodeStatsBytes / 8, kDecodeOutBytes / (4 * Config::kHeadSize));
-    shape.splits = {.partials = launch.workspace->by_semaphore,
-                    .semaphores = launch.workspace->semaphores,
-                    .slots = static_cast<uint32_t>(rows / Config::kRows)};
+    shape.splits = prefill_splits(*launch.workspace, Config::kRows, Config::kHeadSize);
   }
   shape.concurrent_ratio =
       concurrent_ratio(p, current_device_model(), Config::kRows, Config::kHeadSize);
@@ -403,6 +399,13 @@ void launch_with(const PagedAttentionParams& p, const PrefillShape& shape, const
   launch_kernel("paged_attention", kKernel, dim3(current_device_model().num_sms),
                 dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
                 score_cap(p.softcap), maps, launch.next);
+  if constexpr (Config::kMaySplit) {
+    constexpr bool kPermutes =
+        Config::kForm != KvForm::kSwizzledRows && !kIsFp8<typename Config::Operand>;
+    const int permutation = kPermutes ? value_boxes_of<Config>(shape).permutation : 0;
+    launch_combine_splits(p, shape, {Config::kConsumers, Config::kHeadSize / 8, permutation},
+                          stream);
+  }
 }
 
 template <typename Config>

@@ -129,11 +129,6 @@ class TilePages {
   int blocks_ = -1;  // of box lane % kBoxes in KV tile lane / kBoxes of the look-up
 };
 
-template <typename Config>
-__device__ __forceinline__ ValueBoxes value_boxes_of(const PrefillShape& shape) {
-  return Config::kForm == KvForm::kPackedBoxes ? shape.value_boxes : ValueBoxes{};
-}
-
 // Copies V of a box in which only tokens [low, high) are visible. The others may be NaN and become
 // 0. `token`: the box's first, in its page. All lanes.
 template <typename Config>
