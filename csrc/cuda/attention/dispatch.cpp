@@ -156,20 +156,23 @@ bool is_mixed(const PagedAttentionParams& p) {
          p.num_tokens < int64_t{p.num_seqs} * p.max_query_len;
 }
 
-// Whether prefill sm90 may split the keys of its work tiles, and gains if all sequences have the
-// longest one's tokens. The device decides by the lengths. A concurrent launch uses the same
+// Whether prefill sm90 can split the keys of its work tiles. A concurrent launch uses the same
 // workspace. With fixed_split_size the result must not depend on the batch.
-bool may_split(const PagedAttentionParams& p, const DeviceModel& device, bool has_8_bit_products) {
+bool can_split(const PagedAttentionParams& p, bool has_8_bit_products) {
   const int padded = has_8_bit_products ? kMaxHeadSizeFp8 : padded_for_prefill(p.head_size());
-  if ((size_of(p.kv.dtype) == 1 && !has_8_bit_products) || (padded != 64 && padded != 128) ||
-      p.modifies_scores() || p.fixed_split_size > 0 || is_mixed(p)) {
-    return false;
-  }
+  return (size_of(p.kv.dtype) > 1 || has_8_bit_products) && (padded == 64 || padded == 128) &&
+         !p.modifies_scores() && p.fixed_split_size <= 0 && !is_mixed(p);
+}
+
+// Whether that pays if all sequences have the longest one's tokens. The device decides by the
+// lengths. Of contiguous keys only the sum is known.
+bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device) {
   const int64_t seqs = std::max(1, p.num_seqs), tokens = (p.num_tokens + seqs - 1) / seqs;
   const int64_t blocks = (tokens * group_of(p) + kPrefillTileRows - 1) / kPrefillTileRows;
   const auto tiles = static_cast<float>(seqs * blocks * p.kv.num_kv_heads);
   const auto ctas = static_cast<float>(device.num_sms);
   auto widest = static_cast<float>(p.max_seq_len);
+  if (p.key_start_loc != nullptr) widest /= static_cast<float>(std::min<int64_t>(seqs, kSkew));
   if (p.sliding_window > 0) widest = std::min(widest, p.sliding_window + float{kPrefillTileRows});
   const float whole = split_time(tiles, widest, widest, 1, ctas);
   for (int splits = 2; splits <= kMaxPrefillSplits && splits * kMinPrefillSplitTokens <= widest;
@@ -182,8 +185,8 @@ bool may_split(const PagedAttentionParams& p, const DeviceModel& device, bool ha
 }
 
 // Reasons to run decode where both kinds of kernel could run. With few rows, prefill has tiles for
-// less than half of the SMs. Splits of long ones fill the others. With fixed_split_size the kernel
-// must not depend on the batch.
+// less than half of the SMs. Splits of long sequences fill the others. With fixed_split_size the
+// kernel must not depend on the batch.
 uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device, bool splits) {
   const int64_t group = group_of(p);
   // The most tokens that one sequence can have, if every other is a decode of one token.
@@ -377,7 +380,8 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
                               bool has_8_bit_products) {
   const uint32_t tensor_cores = tensor_core_obstacles(p, device);
   const uint32_t sm90 = tensor_cores | prefill_sm90_obstacles(p, device);
-  const bool splits = sm90 == kNoObstacle && may_split(p, device, has_8_bit_products);
+  const bool can = sm90 == kNoObstacle && can_split(p, has_8_bit_products);
+  const bool splits = can && gains_by_splits(p, device);
   const uint32_t decode = tensor_cores | decode_obstacles(p);
   uint32_t obstacles = prefill_obstacles(p);
   const auto few_rows = [&]() -> AttentionChoice {
@@ -388,7 +392,8 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   };
   if (p.sparse.on() || obstacles != kNoObstacle) return few_rows();
   if (decode == kNoObstacle) {
-    obstacles |= prefers_decode(p, device, splits);
+    // Short sequences are not split, and take less time than in decode. e4m3 copies cost more.
+    obstacles |= prefers_decode(p, device, has_8_bit_products ? splits : can);
     if (obstacles != kNoObstacle) return few_rows();
   }
   AttentionChoice choice;

@@ -360,6 +360,34 @@ TEST(ChooseKernel, OnlyWholeBatchesAreSplit) {
   EXPECT_GT(split, 100);
 }
 
+// Few work tiles of short sequences: prefill is faster than decode, though it splits none of them.
+// (prefill/splits.md, 4 sequences of 64 tokens on 1k.)
+TEST(ChooseKernel, ShortSequencesAreNoDecode) {
+  for (const int64_t tokens : {int64_t{100}, int64_t{1000}, int64_t{10000}}) {
+    PagedAttentionParams p = {};
+    p.scale = 0.1f;
+    p.dtype = p.kv.dtype = DType::kBFloat16;
+    p.kv.layout = KvLayout::kNHD;
+    p.kv.head_size = 128;
+    p.kv.block_size = 16;
+    p.kv.num_kv_heads = 8;
+    p.kv.num_blocks = 1000;
+    p.kv.key = const_cast<void*>(at(4096));
+    p.kv.value = const_cast<void*>(at(8192));
+    set_strides(p.kv);
+    p.num_heads = 32;
+    p.query_stride = p.out_stride = 32 * 128;
+    p.num_seqs = 4;
+    p.max_query_len = 64;
+    p.num_tokens = 4 * 64;
+    p.max_blocks_per_seq = 1000;
+    p.max_seq_len = tokens;
+    const AttentionChoice choice = choose_kernel(p, kDevices[2].model);
+    EXPECT_EQ(choice.main.kernel, AttentionKernel::kPrefillSm90) << describe(choice);
+    EXPECT_EQ(choice.may_split, tokens == 10000) << describe(choice);
+  }
+}
+
 // An e4m3 query that is not multiplied in 8 bits takes the way of a 16-bit one.
 TEST(ChooseKernel, E4M3QueriesInSixteenBits) {
   alignas(16) static char memory[16];

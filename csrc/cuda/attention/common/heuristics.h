@@ -66,8 +66,11 @@ constexpr float kEndTokens = 150.0f;
 
 // Prefill sm90, splits of a work tile. What they cost besides, in tokens. The fewest tokens of one.
 // The estimated time below which splits are taken, as a part of the time without them. (No row.)
-constexpr float kSplitEndTokens = 400.0f, kWorthSplitting = 0.9f;
+constexpr float kSplitEndTokens = 500.0f, kWorthSplitting = 0.9f;
 constexpr int kMinPrefillSplitTokens = 512, kMaxPrefillSplits = 32;
+// Contiguous keys, whose sum alone the host knows: a sequence counts as an equal share of all
+// tokens, or as an eighth of them, if that is longer. (No row.)
+constexpr int kSkew = 8;
 // From so many query rows of a sequence on, splits are faster than decode where tiles are few.
 // (prefill/splits.md, H200, 1 sequence on 8k: 128 rows 40.9 and 41.0 us, 256 rows 48.2 to 41.1.)
 constexpr int kRowsOfSplits = 128;
