@@ -186,7 +186,7 @@ def test_bad_block_ids(layout):
 
 
 def test_same_bits_each_time(layout):
-    """Whichever CTA is last. Launches on two streams have workspaces of their own."""
+    """Whichever CTA ends first. Launches on two streams have workspaces of their own."""
     case = make([9000, 4000], [64, 64], layout=layout)
     want = case.run()
     streams, results = [torch.cuda.Stream() for _ in range(2)], []
@@ -200,7 +200,7 @@ def test_same_bits_each_time(layout):
 
 
 def test_decode_afterwards(layout):
-    """The semaphores are 0 again."""
+    """A launch leaves nothing that the next one reads."""
     prompt, step = make([9000], [64], layout=layout), make([9000, 5], [1, 1], layout=layout)
     for _ in range(3):
         check_shared(prompt)

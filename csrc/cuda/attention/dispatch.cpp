@@ -185,9 +185,9 @@ bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device) {
 }
 
 // Reasons to run decode where both kinds of kernel could run. With few rows, prefill has tiles for
-// less than half of the SMs. Splits of long sequences fill the others. With fixed_split_size the
+// less than half of the SMs. `fills_gpu`: it is faster all the same. With fixed_split_size the
 // kernel must not depend on the batch.
-uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device, bool splits) {
+uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device, bool fills_gpu) {
   const int64_t group = group_of(p);
   // The most tokens that one sequence can have, if every other is a decode of one token.
   const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
@@ -195,7 +195,7 @@ uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device
       (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
   const int64_t rows = p.max_query_len * group;
   const bool few_rows = p.max_query_len <= 1 || rows <= kDecodeRows ||
-                        (2 * tiles < device.num_sms && !(splits && rows >= kRowsOfSplits));
+                        (2 * tiles < device.num_sms && !(fills_gpu && rows >= kRowsOfSplits));
   return when(few_rows, kFewRows) | when(p.fixed_split_size > 0, kFixedSplit);
 }
 
@@ -392,7 +392,8 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   };
   if (p.sparse.on() || obstacles != kNoObstacle) return few_rows();
   if (decode == kNoObstacle) {
-    // Short sequences are not split, and take less time than in decode. e4m3 copies cost more.
+    // Splits fill the GPU. Short sequences are not split, and take less time than in decode. With
+    // e4m3 queries the copy of K and V costs more than that gains.
     obstacles |= prefers_decode(p, device, has_8_bit_products ? splits : can);
     if (obstacles != kNoObstacle) return few_rows();
   }

@@ -102,7 +102,8 @@ std::string describe(const KernelChoice& choice) {
 
 std::string describe(const AttentionChoice& choice) {
   std::string text = describe(choice.main);
-  if (choice.may_split) text += "\nCTAs may share the keys of a work tile";
+  if (choice.may_split)
+    text += "\nCTAs may share the keys of a work tile; a second launch adds them up";
   if (choice.gathered_rows > 0) {
     text += "\nafter K and V of up to " + std::to_string(choice.gathered_rows) +
             " tokens are gathered to contiguous keys of 16 bits";

@@ -1,10 +1,22 @@
 // The choice of the best pages of a row by the last CTA that scored some of them.
 #pragma once
+#include "cuda/base/prefetch.cuh"
 #include "cuda/base/ptx.cuh"
 #include "cuda/sampling/row_select.cuh"
 #include "ops/pages/select_pages.h"
 
 namespace vllm_kernels::cuda {
+
+// Brings `count` elements of `size` bytes from `start` on into L2, while a CTA reads the length
+// that tells whether it needs them.
+__device__ __forceinline__ void prefetch_rows(const void* query, int size, int64_t start,
+                                              int count) {
+  constexpr int kLine = 128;
+  const char* from = static_cast<const char*>(query) + start * size;
+  for (int at = threadIdx.x * kLine; at < count * size; at += kRowThreads * kLine) {
+    prefetch_l2(from + at);
+  }
+}
 
 // What the choice needs of a CTA's shared memory.
 struct ChoiceShared {

@@ -48,6 +48,10 @@ struct PageRow {
     table = p.tables + seq * p.tables_seq_stride + head * p.tables_head_stride;
     scores = p.scores + row * p.score_words();
   }
+  __device__ __forceinline__ int64_t query_start(const SelectPagesParams& p) const {
+    return seq * p.query_seq_stride +
+           int64_t{head} * (p.num_heads / p.num_kv_heads) * p.query_head_stride;
+  }
   __device__ __forceinline__ void set_length(const SelectPagesParams& p, int32_t given) {
     length = static_cast<int>(p.cut(given));
     pages = static_cast<int>((static_cast<uint32_t>(length) + p.block_size - 1) / p.block_size);
@@ -153,9 +157,11 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
   PageRow row(p, first_row + blockIdx.y);
   float* weights = reinterpret_cast<float*>(pages_shared);
   wait_for_primary_kernel();
-  const int32_t length = p.seq_lens[row.seq];  // used behind the query, which does not wait for it
-  fill_weights<T>(p, row, weights);
-  row.set_length(p, length);
+  if (p.query_head_stride == p.head_size) {
+    const int heads = p.heads_of_row() * (p.num_heads / p.num_kv_heads);
+    prefetch_rows(p.query, sizeof(T), row.query_start(p), heads * p.head_size);
+  }
+  row.set_length(p, p.seq_lens[row.seq]);
   if (blockIdx.x == 0 && threadIdx.x == 0 && row.head == 0) {
     p.lens[row.seq] = p.kept_length(row.length, row.pages);
   }
@@ -169,6 +175,7 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
   const int64_t begin = int64_t{blockIdx.x} * chunk_pages;
   if (begin >= row.pages) return;
   const int first = static_cast<int>(begin);
+  fill_weights<T>(p, row, weights);
   __syncthreads();
   score_pages<T, kAligned>(p, row, first, min(row.pages - first, chunk_pages) + first, weights);
   const int ctas = (row.pages - 1) / chunk_pages + 1;

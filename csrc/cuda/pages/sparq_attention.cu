@@ -11,7 +11,8 @@
 //            CTA adds up the weights of kept units and of the others
 //
 // b8 x 32k, 32/8 heads of 128, bf16, r = 32, pages of 16: 2.1 million (token, head) pairs of 64
-// bytes are 134 MB, 31 us at 4.34 TB/s. A pair is 32 products, 67 million in all. 132 SMs need 26
+// bytes are 134 MB, 31 us at 4.34 TB/s; a kernel that only reads them takes 41 (small_ops/pages.md
+// of docs/lab). A pair is 32 products, 67 million in all. 132 SMs need 26
 // to 35 KB in flight each; two CTAs of 512 lanes with 4 accesses have up to 64 KB. Each page's
 // score is 4 more bytes. A row within its budget reads no K. Nothing is read before the PDL wait.
 #include "ops/pages/sparq_attention.h"
@@ -47,6 +48,9 @@ struct SparqRow {
     length = static_cast<int>(p.units.cut(given));
     units = (length + p.units.block_size - 1) >> (__ffs(p.units.block_size) - 1);
   }
+  __device__ __forceinline__ int64_t query_start() const {
+    return seq * p.units.query_seq_stride + int64_t{head} * p.group() * p.units.head_size;
+  }
   __device__ __forceinline__ const int32_t* ids() const {
     return p.units.block_tables + seq * p.units.block_tables_stride;
   }
@@ -80,8 +84,7 @@ struct SparqQuery {
 // Component i of the query group's rows, which lie one behind the other; NaN as 0.
 __device__ __forceinline__ float query_at(const SparqParams& p, const SparqRow& row, int i) {
   const SelectPagesParams& u = p.units;
-  const int64_t at =
-      row.seq * u.query_seq_stride + int64_t{row.head} * p.group() * u.query_head_stride + i;
+  const int64_t at = row.query_start() + i;
   float q;
   if (u.dtype == DType::kFloat16) {
     q = to_float(static_cast<const Half*>(u.query)[at]);
@@ -187,18 +190,17 @@ __device__ __forceinline__ void set_weights(const SparqParams& p, int begin, int
   __syncthreads();
 }
 
-// As opaque(), for an address.
-template <typename T>
-__device__ __forceinline__ const T* opaque(const T* at) {
-  asm volatile("" : "+l"(at));
-  return at;
+// As opaque(), for a distance.
+__device__ __forceinline__ int64_t opaque(int64_t value) {
+  asm volatile("" : "+l"(value));
+  return value;
 }
 
 // 16 bytes of K, or the same by elements.
 template <bool kAligned, typename C>
 __device__ __forceinline__ uint4 load_16_bytes(const C* from) {
   if constexpr (kAligned) {
-    return __ldg(reinterpret_cast<const uint4*>(from));
+    return *reinterpret_cast<const uint4*>(from);
   } else {
     Elements16<C> loaded;
 #pragma unroll
@@ -228,6 +230,7 @@ __device__ __forceinline__ float multiply_add(uint32_t word, const float* weight
 template <typename C, bool kAligned>
 __device__ __forceinline__ float score_token(const SparqQuery& query, const C* key, int accesses) {
   constexpr int kWidth = kVecWidth<C>;
+  static_assert(kAccessesAtOnce == 4);  // offsets are read four at a time
   float sum = 0.0f;
 #pragma unroll 1
   for (int first = 0; first < accesses; first += kAccessesAtOnce) {
@@ -287,8 +290,8 @@ __device__ __forceinline__ void score_units(const SparqParams& p, const SparqRow
   const int lane = threadIdx.x % kWarpSize, unit = p.units.block_size;
   const int span = max(unit, kWarpSize), lanes = min(unit, kWarpSize);
   const int unit_bits = __ffs(unit) - 1, accesses = p.num_chunks * p.vectors();
-  const C* keys = opaque(static_cast<const C*>(kv.key) + row.head * kv.key_head_stride);
-  const int32_t* ids = opaque(row.ids());
+  const C* keys = static_cast<const C*>(kv.key) + opaque(row.head * kv.key_head_stride);
+  const int32_t* ids = p.units.block_tables + opaque(row.seq * p.units.block_tables_stride);
   const auto id_of = [&](int token) {
     return token < end ? p.block_of(ids, token >> unit_bits) : -1;
   };
@@ -368,9 +371,8 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? sm90a_or(kCtasPerSm, 1
   SparqRow row(p, first_row + blockIdx.y);
   auto& query = *reinterpret_cast<SparqQuery*>(sparq_shared);
   wait_for_primary_kernel();
-  const int32_t length = u.seq_lens[row.seq];  // used behind the next read, which does not wait
-  load_query(p, row, query);
-  row.set_length(length);
+  prefetch_rows(u.query, size_of(u.dtype), row.query_start(), p.group() * u.head_size);
+  row.set_length(u.seq_lens[row.seq]);
   if (row.units <= u.budget) {
     if (blockIdx.x == 0) keep_all(p, row);
     return;
@@ -378,6 +380,7 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? sm90a_or(kCtasPerSm, 1
   const int64_t begin = int64_t{blockIdx.x} * chunk_tokens;
   if (begin >= row.length) return;
   const int first = static_cast<int>(begin), end = min(row.length - first, chunk_tokens) + first;
+  load_query(p, row, query);
   __syncthreads();
   choose_chunks(p, row, query);
   set_weights(p, 0, p.group(), query);

@@ -360,32 +360,64 @@ TEST(ChooseKernel, OnlyWholeBatchesAreSplit) {
   EXPECT_GT(split, 100);
 }
 
+// 64 query tokens of each of 4 sequences: 64 work tiles for 132 SMs.
+PagedAttentionParams few_tiles(int64_t tokens, bool contiguous = false) {
+  PagedAttentionParams p = {};
+  p.scale = 0.1f;
+  p.dtype = p.kv.dtype = DType::kBFloat16;
+  p.kv.layout = KvLayout::kNHD;
+  p.kv.head_size = 128;
+  p.kv.block_size = 16;
+  p.kv.num_kv_heads = 8;
+  p.kv.num_blocks = 1000;
+  p.kv.key = const_cast<void*>(at(4096));
+  p.kv.value = const_cast<void*>(at(8192));
+  set_strides(p.kv);
+  p.num_heads = 32;
+  p.query_stride = p.out_stride = 32 * 128;
+  p.num_seqs = 4;
+  p.max_query_len = 64;
+  p.num_tokens = 4 * 64;
+  p.max_blocks_per_seq = 1000;
+  p.max_seq_len = contiguous ? 4 * tokens : tokens;
+  if (contiguous) p.key_start_loc = static_cast<const int32_t*>(at(64));
+  return p;
+}
+
 // Few work tiles of short sequences: prefill is faster than decode, though it splits none of them.
-// (prefill/splits.md, 4 sequences of 64 tokens on 1k.)
+// (prefill/splits.md, 4 sequences of 64 tokens on 1k.) Of contiguous keys the sum is known.
 TEST(ChooseKernel, ShortSequencesAreNoDecode) {
-  for (const int64_t tokens : {int64_t{100}, int64_t{1000}, int64_t{10000}}) {
-    PagedAttentionParams p = {};
-    p.scale = 0.1f;
-    p.dtype = p.kv.dtype = DType::kBFloat16;
-    p.kv.layout = KvLayout::kNHD;
-    p.kv.head_size = 128;
-    p.kv.block_size = 16;
-    p.kv.num_kv_heads = 8;
-    p.kv.num_blocks = 1000;
-    p.kv.key = const_cast<void*>(at(4096));
-    p.kv.value = const_cast<void*>(at(8192));
-    set_strides(p.kv);
-    p.num_heads = 32;
-    p.query_stride = p.out_stride = 32 * 128;
-    p.num_seqs = 4;
-    p.max_query_len = 64;
-    p.num_tokens = 4 * 64;
-    p.max_blocks_per_seq = 1000;
-    p.max_seq_len = tokens;
-    const AttentionChoice choice = choose_kernel(p, kDevices[2].model);
-    EXPECT_EQ(choice.main.kernel, AttentionKernel::kPrefillSm90) << describe(choice);
-    EXPECT_EQ(choice.may_split, tokens == 10000) << describe(choice);
+  for (const bool contiguous : {false, true}) {
+    for (const int64_t tokens : {int64_t{100}, int64_t{1000}, int64_t{10000}}) {
+      const AttentionChoice choice =
+          choose_kernel(few_tiles(tokens, contiguous), kDevices[2].model);
+      EXPECT_EQ(choice.main.kernel, AttentionKernel::kPrefillSm90) << describe(choice);
+      EXPECT_EQ(choice.may_split, tokens == 10000) << describe(choice);
+    }
   }
+}
+
+// The same where prefill cannot split, or has few rows.
+TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
+  const auto is_prefill = [](const PagedAttentionParams& p) {
+    return choose_kernel(p, kDevices[2].model).main.kernel == AttentionKernel::kPrefillSm90;
+  };
+  PagedAttentionParams p = few_tiles(1000);
+  EXPECT_TRUE(is_prefill(p));
+  p.kv.dtype = DType::kFp8E4M3;
+  set_strides(p.kv);
+  EXPECT_FALSE(is_prefill(p));
+  p = few_tiles(1000);
+  p.kv.head_size = 96;
+  set_strides(p.kv);
+  EXPECT_FALSE(is_prefill(p));
+  p = few_tiles(1000);
+  p.max_query_len = 31;
+  p.num_tokens = 4 * 31;
+  EXPECT_FALSE(is_prefill(p));
+  p = few_tiles(1000);
+  p.num_tokens = 3 * 64;  // a sequence may have a single token
+  EXPECT_FALSE(is_prefill(p));
 }
 
 // An e4m3 query that is not multiplied in 8 bits takes the way of a 16-bit one.

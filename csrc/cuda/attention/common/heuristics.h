@@ -22,7 +22,7 @@ constexpr int kDecodeRows = 64;
 constexpr int kConcurrentDecodeRows = 32;
 
 // Packed query rows of a prefill work tile. If there are fewer such tiles than half of the SMs,
-// decode takes the batch, because it splits sequences, unless prefill does, too.
+// decode takes the batch, because it splits sequences, unless prefill can, too.
 // (prefill/mixed_batches.md, 60 decodes at 2k with 256 tokens, 64 tiles: one decode launch 137.0
 // us, two calls 140.2 us.)
 constexpr int kPrefillTileRows = 128;
@@ -64,15 +64,17 @@ constexpr int kPrefillClasses = 16;
 // (prefill/mixed_batches.md.)
 constexpr float kEndTokens = 150.0f;
 
-// Prefill sm90, splits of a work tile. What they cost besides, in tokens. The fewest tokens of one.
-// The estimated time below which splits are taken, as a part of the time without them. (No row.)
+// Prefill sm90, splits of a work tile. Stores and the second launch, in tokens. The fewest tokens
+// of a split. The estimated time below which splits are taken, as a fraction of the time without
+// them. (No row.)
 constexpr float kSplitEndTokens = 500.0f, kWorthSplitting = 0.9f;
 constexpr int kMinPrefillSplitTokens = 512, kMaxPrefillSplits = 32;
 // Contiguous keys, whose sum alone the host knows: a sequence counts as an equal share of all
 // tokens, or as an eighth of them, if that is longer. (No row.)
 constexpr int kSkew = 8;
-// From so many query rows of a sequence on, splits are faster than decode where tiles are few.
-// (prefill/splits.md, H200, 1 sequence on 8k: 128 rows 40.9 and 41.0 us, 256 rows 48.2 to 41.1.)
+// From so many query rows of a sequence on, prefill sm90 is faster than decode where tiles are few,
+// if it can split them. (prefill/splits.md, H200, 128 rows: 8k tokens 40.9 to 26.1 us, 500 tokens
+// 25.0 to 14.1.)
 constexpr int kRowsOfSplits = 128;
 
 // Prefill sm90: the estimated time of `tiles` work tiles if each is split, in tokens of a CTA.

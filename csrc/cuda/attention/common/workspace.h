@@ -1,5 +1,5 @@
 // Global-memory workspace of the decode and prefill kernels: the counter of the next work tile, and
-// the partials of split query tiles with their semaphores.
+// the partials of split query tiles, in decode with their semaphores.
 #pragma once
 #include <algorithm>
 
@@ -18,8 +18,10 @@ struct DecodeWorkspace {
   uint32_t* next;        // work tiles handed out; 0 before and after every launch
   uint32_t* semaphores;  // [slots] finished splits of the query tile whose split 0 has this slot;
                          // also 0 between launches
-  SplitPartials by_semaphore;  // partials that are complete once their semaphore says so
-  SplitPartials flagged;       // flag-in-data partials (split_exchange.cuh), [kFlaggedRows] rows
+  // Partials that are complete once their semaphore says so, or in prefill once the launch has
+  // ended.
+  SplitPartials by_semaphore;
+  SplitPartials flagged;  // flag-in-data partials (split_exchange.cuh), [kFlaggedRows] rows
 };
 #endif
 

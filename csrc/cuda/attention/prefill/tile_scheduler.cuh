@@ -68,13 +68,18 @@ struct PrefillSplits {
   uint32_t slots = 0;
 };
 
-// For work tiles of `rows` rows. Behind the partials one slot's room is left for the rest.
-inline PrefillSplits prefill_splits(const DecodeWorkspace& workspace, int rows, int head_size) {
+// For work tiles of kRows rows. The room of the last slot holds `counts` and `tiles`.
+template <int kRows, int kHeadSize>
+PrefillSplits prefill_splits(const DecodeWorkspace& workspace) {
+  constexpr int64_t kSlotBytes = int64_t{4} * kRows * kHeadSize, kCountBytes = 64;
+  constexpr int64_t kSlots =
+      std::min(kDecodeStatsBytes / 8 / kRows, kDecodeOutBytes / kSlotBytes) - 1;
+  constexpr int64_t kLeft = kDecodeOutBytes - kSlots * kSlotBytes;
+  static_assert(kCountBytes + kSlots * int64_t{sizeof(PrefillTile)} <= kLeft);
   const SplitPartials& partials = workspace.by_semaphore;
-  const int64_t most = std::min(kDecodeStatsBytes / 8, kDecodeOutBytes / (4 * head_size)) / rows;
-  const auto slots = static_cast<uint32_t>(most - 1);
-  auto* counts = reinterpret_cast<SplitCounts*>(partials.out + int64_t{slots} * rows * head_size);
-  return {partials, counts, reinterpret_cast<PrefillTile*>(counts + 8), slots};
+  char* end = reinterpret_cast<char*>(partials.out) + kSlots * kSlotBytes;
+  return {partials, reinterpret_cast<SplitCounts*>(end),
+          reinterpret_cast<PrefillTile*>(end + kCountBytes), static_cast<uint32_t>(kSlots)};
 }
 
 struct PrefillShape {

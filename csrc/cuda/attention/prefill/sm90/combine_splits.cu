@@ -9,7 +9,6 @@
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/base/launch.cuh"
 #include "cuda/base/types.cuh"
-#include "cuda/base/upcast.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
@@ -18,7 +17,7 @@ constexpr int kThreads = 128, kCtasPerSm = 4;
 constexpr int kGroups = 2;  // of 8 dimensions, of a CTA
 constexpr int kAhead = 8;   // splits whose loads are in flight
 
-// c + a * b where `is_there`, else c. Behind a branch the compiler would put the loads of b, too.
+// c + a * b where `is_there`, else c. The compiler would move the loads of b behind a branch.
 __device__ __forceinline__ float fma_if(bool is_there, float a, float b, float c) {
   asm("{\n"
       ".reg .pred p;\n"
@@ -128,6 +127,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 }
 
 }  // namespace
+
+std::unique_lock<std::mutex> lock_split_launches() {
+  static std::mutex mutex;
+  return std::unique_lock(mutex);
+}
 
 void launch_combine_splits(const PagedAttentionParams& p, const PrefillShape& shape,
                            const SplitShape& split_shape, void* stream) {

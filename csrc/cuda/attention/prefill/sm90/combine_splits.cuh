@@ -4,6 +4,8 @@
 //
 // Bytes of a split: 4 for each row and dimension, written once and read once, from L2.
 #pragma once
+#include <mutex>
+
 #include "cuda/attention/prefill/tile_scheduler.cuh"
 #include "cuda/base/ptx.cuh"
 
@@ -16,8 +18,8 @@ struct SplitShape {
   int permutation;  // see ValueBoxes
 };
 
-// What thread `thread` of a warpgroup has of a split: rows r of 0 and 1, and of each group of 8
-// dimensions two of either row.
+// What thread `thread` of a warpgroup has of a split: two rows, 8 apart. Of each group of 8
+// dimensions it has two of each row.
 struct PartialOfThread {
   float2* stats;  // row_max and row_sum; of row 1: 8 behind
   float4* out;    // [groups][128 threads]
@@ -48,6 +50,9 @@ __device__ __forceinline__ void store_split(const PrefillSplits& splits,
     to.out[i * 128] = {out[i][0], out[i][1], out[i][2], out[i][3]};
   }
 }
+
+// Both launches use the stream's workspace, so no other thread's may come between them.
+std::unique_lock<std::mutex> lock_split_launches();
 
 // Writes the result of every work tile that the launch before has split.
 void launch_combine_splits(const PagedAttentionParams& p, const PrefillShape& shape,

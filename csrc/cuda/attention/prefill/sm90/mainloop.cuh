@@ -86,6 +86,11 @@ struct PrefillConfig : PrefillCta<prefill_tuning(kSize, kAdjustsScores, kIs8BitC
       PrefillConfig::kOperandBytes + (kCacheIs8Bit ? 2 * kDequantWarps * kRawBytes : 0);
 };
 
+// Whether TMA permutes the columns of V: ValueBoxes.
+template <typename Config>
+constexpr bool kPermutesValues =
+    Config::kForm != KvForm::kSwizzledRows && !kIsFp8<typename Config::Operand>;
+
 template <typename Config>
 VLLM_KERNELS_HOST_DEVICE inline ValueBoxes value_boxes_of(const PrefillShape& shape) {
   return Config::kForm == KvForm::kPackedBoxes ? shape.value_boxes : ValueBoxes{};
@@ -106,7 +111,7 @@ struct PrefillMma {
   static constexpr int kOutTiles = kHeadSize / 8;
   static constexpr int kBoxes = kTokens / kPrefillBoxTokens;
   static constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
-  static constexpr bool kPermutes = !kRowForm && !kHas8Bit;  // columns of V: ValueBoxes
+  static constexpr bool kPermutes = kPermutesValues<Config>;
   static constexpr uint32_t kBoxBytes = kPrefillBoxTokens * kHeadSize * sizeof(Operand);
   static constexpr uint32_t kColumnStep = kTokens * 128;  // bytes to the next 64 dimensions
   static constexpr uint32_t kQueryColumn = Config::kRows * 128;

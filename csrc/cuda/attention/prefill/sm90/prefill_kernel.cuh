@@ -9,6 +9,8 @@
 // - One producer warpgroup has a warp each for K, V and queries (producer.cuh), and the scheduler
 //   warp. 8-bit caches have two: six warps copy and dequantize K and V (dequant_producer.cuh).
 // - Producers run ahead: they load the next work tile while the current one ends.
+// - Where CTAs share a work tile's keys, a second launch adds up what they leave
+//   (combine_splits.cu).
 //
 // Early reads: none. Every role waits for the primary kernel first (PDL).
 #pragma once
@@ -384,7 +386,7 @@ PrefillShape launch_shape(const PagedAttentionParams& p, const PrefillLaunch& la
   shape.takes_gathered = launch.takes_gathered;
   shape.value_starts = launch.value_starts;
   if constexpr (Config::kMaySplit) {
-    shape.splits = prefill_splits(*launch.workspace, Config::kRows, Config::kHeadSize);
+    shape.splits = prefill_splits<Config::kRows, Config::kHeadSize>(*launch.workspace);
   }
   shape.concurrent_ratio =
       concurrent_ratio(p, current_device_model(), Config::kRows, Config::kHeadSize);
@@ -396,13 +398,13 @@ void launch_with(const PagedAttentionParams& p, const PrefillShape& shape, const
                  const PrefillLaunch& launch, void* stream) {
   constexpr auto kKernel = paged_attention_prefill_kernel<Config>;
   static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // raises the limit
+  std::unique_lock<std::mutex> lock;
+  if constexpr (Config::kMaySplit) lock = lock_split_launches();
   launch_kernel("paged_attention", kKernel, dim3(current_device_model().num_sms),
                 dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
                 score_cap(p.softcap), maps, launch.next);
   if constexpr (Config::kMaySplit) {
-    constexpr bool kPermutes =
-        Config::kForm != KvForm::kSwizzledRows && !kIsFp8<typename Config::Operand>;
-    const int permutation = kPermutes ? value_boxes_of<Config>(shape).permutation : 0;
+    const int permutation = kPermutesValues<Config> ? value_boxes_of<Config>(shape).permutation : 0;
     launch_combine_splits(p, shape, {Config::kConsumers, Config::kHeadSize / 8, permutation},
                           stream);
   }
