@@ -11,9 +11,9 @@
 //
 // For the order of rows, tokens and 8-bit elements see warp_mma.cuh.
 #pragma once
-#include "cuda/attention/decode/warpgroup_barrier.cuh"
 #include "cuda/attention/common/wgmma.cuh"
 #include "cuda/attention/decode/warp_mma.cuh"
+#include "cuda/attention/decode/warpgroup_barrier.cuh"
 #include "cuda/attention/decode/warpgroup_values.cuh"
 
 namespace vllm_kernels::cuda {
