@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -197,6 +198,17 @@ def test_same_bits_each_time(layout):
                 results.append(case.run())
     torch.cuda.synchronize()
     assert all(torch.equal(got, want) for got in results)
+
+
+def test_two_threads_on_one_stream(layout):
+    """The launches of a call follow each other: those of other threads use the same workspace."""
+    cases = [make([9000, 4000], [64, 64], layout=layout), make([5000], [48], layout=layout)]
+    wanted = [case.run() for case in cases]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda case: [case.run() for _ in range(100)], cases))
+    torch.cuda.synchronize()
+    for of_thread, want in zip(results, wanted, strict=True):
+        assert all(torch.equal(got, want) for got in of_thread)
 
 
 def test_decode_afterwards(layout):
