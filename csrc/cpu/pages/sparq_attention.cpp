@@ -354,9 +354,10 @@ void run_choice(const SparqParams& p, int64_t begin, int64_t end) {
     const auto head = static_cast<int32_t>(row % u.num_kv_heads);
     const int64_t length = u.length_of(seq);
     const int32_t* ids = u.block_tables + seq * u.block_tables_stride;
-    p.lens[row] = u.kept_length(length, u.pages_of(length));
+    const int32_t units = u.pages_of(length);
+    p.lens[row] = u.kept_length(length, units);
     choose_pages(u, row, [&](int32_t unit) { return p.entry_of(ids, head, unit); });
-    if (p.kept_lse != nullptr) store_weights(p, row, u.pages_of(length));
+    if (p.kept_lse != nullptr) store_weights(p, row, units);
   }
 }
 

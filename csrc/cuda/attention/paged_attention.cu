@@ -1,8 +1,8 @@
 // paged_attention and varlen_attention: launches the kernel that choose_kernel() names. A mixed
 // batch gets two launches: prefill, then a concurrent decode launch. So does prefill that may split
-// work tiles: the second one adds them up. ops/paged_attention.h has the
-// shapes, and the head of each kernel's file has its grid and its early reads. e4m3 queries that no
-// kernel multiplies in 8 bits are first converted to 16 bits.
+// work tiles: the second one adds them up. ops/paged_attention.h has the shapes, and the head of
+// each kernel's file has its grid and its early reads. e4m3 queries that no kernel multiplies in 8
+// bits are first converted to 16 bits.
 #include <optional>
 
 #include "cuda/attention/common/heuristics.h"

@@ -52,8 +52,8 @@ struct PageRow {
     return seq * p.query_seq_stride +
            int64_t{head} * (p.num_heads / p.num_kv_heads) * p.query_head_stride;
   }
-  __device__ __forceinline__ void set_length(const SelectPagesParams& p, int32_t given) {
-    length = static_cast<int>(p.cut(given));
+  __device__ __forceinline__ void read_length(const SelectPagesParams& p) {
+    length = static_cast<int>(p.length_of(seq));
     pages = static_cast<int>((static_cast<uint32_t>(length) + p.block_size - 1) / p.block_size);
   }
 };
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
     const int heads = p.heads_of_row() * (p.num_heads / p.num_kv_heads);
     prefetch_rows(p.query, sizeof(T), row.query_start(p), heads * p.head_size);
   }
-  row.set_length(p, p.seq_lens[row.seq]);
+  row.read_length(p);
   if (blockIdx.x == 0 && threadIdx.x == 0 && row.head == 0) {
     p.lens[row.seq] = p.kept_length(row.length, row.pages);
   }

@@ -12,9 +12,9 @@
 //
 // b8 x 32k, 32/8 heads of 128, bf16, r = 32, pages of 16: 2.1 million (token, head) pairs of 64
 // bytes are 134 MB, 31 us at 4.34 TB/s; a kernel that only reads them takes 41 (small_ops/pages.md
-// of docs/lab). A pair is 32 products, 67 million in all. 132 SMs need 26
-// to 35 KB in flight each; two CTAs of 512 lanes with 4 accesses have up to 64 KB. Each page's
-// score is 4 more bytes. A row within its budget reads no K. Nothing is read before the PDL wait.
+// of docs/lab). A pair is 32 products, 67 million in all. 132 SMs need 26 to 35 KB in flight each;
+// two CTAs of 512 lanes with 4 accesses have up to 64 KB. Each page's score is 4 more bytes. A row
+// within its budget reads no K. Nothing is read before the PDL wait.
 #include "ops/pages/sparq_attention.h"
 
 #include <algorithm>
@@ -44,8 +44,8 @@ struct SparqRow {
     seq = row / p.units.num_kv_heads;
     head = row - seq * p.units.num_kv_heads;
   }
-  __device__ __forceinline__ void set_length(int32_t given) {
-    length = static_cast<int>(p.units.cut(given));
+  __device__ __forceinline__ void read_length() {
+    length = static_cast<int>(p.units.length_of(seq));
     units = (length + p.units.block_size - 1) >> (__ffs(p.units.block_size) - 1);
   }
   __device__ __forceinline__ int64_t query_start() const {
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? sm90a_or(kCtasPerSm, 1
   auto& query = *reinterpret_cast<SparqQuery*>(sparq_shared);
   wait_for_primary_kernel();
   prefetch_rows(u.query, size_of(u.dtype), row.query_start(), p.group() * u.head_size);
-  row.set_length(u.seq_lens[row.seq]);
+  row.read_length();
   if (row.units <= u.budget) {
     if (blockIdx.x == 0) keep_all(p, row);
     return;

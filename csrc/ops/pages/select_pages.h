@@ -53,11 +53,10 @@ struct SelectPagesParams {
   // Scores of a row, padded for whole vectors past the end.
   VLLM_KERNELS_INLINE int64_t score_words() const { return (int64_t{max_pages} + 127) / 64 * 64; }
 
-  VLLM_KERNELS_INLINE int64_t cut(int64_t length) const {  // tokens; bad ones are cut
-    const int64_t most = int64_t{max_pages} * block_size;
+  VLLM_KERNELS_INLINE int64_t length_of(int32_t seq) const {  // tokens; bad ones are cut
+    const int64_t length = seq_lens[seq], most = int64_t{max_pages} * block_size;
     return length < 0 ? 0 : length > most ? most : length;
   }
-  VLLM_KERNELS_INLINE int64_t length_of(int32_t seq) const { return cut(seq_lens[seq]); }
   VLLM_KERNELS_INLINE int32_t pages_of(int64_t length) const {
     return static_cast<int32_t>((length + block_size - 1) / block_size);
   }
