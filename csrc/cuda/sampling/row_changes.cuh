@@ -141,12 +141,13 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int sample,
 }
 
 // Loads the slice as bits of the logits that load_row() would divide by the temperature. Returns
-// the thread's highest; NaN if one is NaN.
-template <typename T>
+// the thread's highest; NaN if one is NaN. visit: see load_logits().
+template <typename T, typename Visit>
 __device__ __forceinline__ float load_undivided(const SampleParams& p, int sample, bool aligned,
-                                                const Slice& slice, SelectShared& shared) {
-  float highest =
-      load_logits<T>(p.logits, p.row_of(sample), aligned, slice, {p.bitmask, p.bitmask.of(sample)});
+                                                const Slice& slice, SelectShared& shared,
+                                                Visit& visit) {
+  float highest = load_logits<T>(p.logits, p.row_of(sample), aligned, slice,
+                                 {p.bitmask, p.bitmask.of(sample)}, visit);
   if (!p.has_lists()) return highest;
   // A faster CTA may already send its list to bins[1] of the first one.
   auto* tops = reinterpret_cast<float*>(shared.bins[0].low);

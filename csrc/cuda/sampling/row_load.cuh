@@ -138,9 +138,10 @@ __device__ __forceinline__ void load_mask(const SampleMask& mask, const Slice& s
 
 // Loads a batch of kUnroll Vecs; see load_logits(). Returns the highest of these logits and
 // `highest`.
-template <bool kAligned, bool kMasked, bool kInside, int kUnroll, typename T>
+template <bool kAligned, bool kMasked, bool kInside, int kUnroll, typename T, typename Visit>
 __device__ __forceinline__ float load_batch(const T* from, const Slice& slice,
-                                            const SampleMask& mask, int first, float highest) {
+                                            const SampleMask& mask, int first, float highest,
+                                            Visit& visit) {
   constexpr int kWidth = kVecWidth<T>;
   const auto is_inside = [&](int i) {
     return kInside || (first + i * kRowThreads) * kWidth < slice.size;
@@ -168,6 +169,7 @@ __device__ __forceinline__ float load_batch(const T* from, const Slice& slice,
       of_vec = j == 0 ? logits[0] : max_or_nan(of_vec, logits[j]);
     }
     highest = max_or_nan(highest, of_vec);
+    if constexpr (!kMasked) visit(logits, of_vec);
 #pragma unroll
     for (int j = 0; j < kWidth; j += 4) {
       reinterpret_cast<float4*>(slice.ordered)[(index + j) / 4] =
@@ -177,9 +179,9 @@ __device__ __forceinline__ float load_batch(const T* from, const Slice& slice,
   return highest;
 }
 
-template <bool kAligned, bool kMasked, typename T>
+template <bool kAligned, bool kMasked, typename T, typename Visit>
 __device__ __forceinline__ float load_batches(const T* from, const Slice& slice,
-                                              const SampleMask& mask) {
+                                              const SampleMask& mask, Visit& visit) {
   // Registers for what is in flight: without masks they suffice for 32 float32 logits.
   constexpr int kWidth = kVecWidth<T>, kInside = kMasked || sizeof(T) < 4 ? 4 : 8, kTail = 4;
   float highest = -INFINITY;
@@ -188,12 +190,13 @@ __device__ __forceinline__ float load_batches(const T* from, const Slice& slice,
     const int inside = slice.size - (kInside - 1) * kRowThreads * kWidth;
 #pragma unroll 1
     for (; first * kWidth < inside; first += kInside * kRowThreads) {
-      highest = load_batch<kAligned, kMasked, true, kInside>(from, slice, mask, first, highest);
+      highest =
+          load_batch<kAligned, kMasked, true, kInside>(from, slice, mask, first, highest, visit);
     }
   }
 #pragma unroll 1
   for (; first * kWidth < slice.size; first += kTail * kRowThreads) {
-    highest = load_batch<kAligned, kMasked, false, kTail>(from, slice, mask, first, highest);
+    highest = load_batch<kAligned, kMasked, false, kTail>(from, slice, mask, first, highest, visit);
   }
   return highest;
 }
@@ -201,14 +204,26 @@ __device__ __forceinline__ float load_batches(const T* from, const Slice& slice,
 // Loads the slice as the bits of float32 logits, in place of ordered bits: -inf where the mask
 // forbids a token, and as padding. Returns the highest of those that the thread loads, which
 // for_each_own<T>() visits; NaN if one is NaN. A logit costs one comparison and one store.
-template <typename T>
+// Without a mask: visit(the logits of a Vec, the highest of them).
+template <typename T, typename Visit>
 __device__ __forceinline__ float load_logits(const LogitRows& logits, int64_t row, bool aligned,
-                                             const Slice& slice, const SampleMask& mask) {
+                                             const Slice& slice, const SampleMask& mask,
+                                             Visit& visit) {
   const T* from = static_cast<const T*>(logits.data) + row * logits.stride + slice.begin;
-  if (!aligned) return load_batches<false, true>(from, slice, mask);
-  if (mask.words == nullptr) return load_batches<true, false>(from, slice, mask);
-  return load_batches<true, true>(from, slice, mask);
+  if (!aligned) {
+    if constexpr (Visit::kVisits) {
+      if (mask.words == nullptr) return load_batches<false, false>(from, slice, mask, visit);
+    }
+    return load_batches<false, true>(from, slice, mask, visit);
+  }
+  if (mask.words == nullptr) return load_batches<true, false>(from, slice, mask, visit);
+  return load_batches<true, true>(from, slice, mask, visit);
 }
+struct VisitNone {
+  static constexpr bool kVisits = false;
+  template <int kWidth>
+  __device__ __forceinline__ void operator()(const float (&)[kWidth], float) {}
+};
 
 // body(word, index in the slice) for the tokens that this thread loaded. The last ones may be
 // padding: 0 behind load_slice(), -inf behind load_logits().

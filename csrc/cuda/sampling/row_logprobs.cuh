@@ -145,7 +145,8 @@ __device__ __forceinline__ void logprobs_of_row(const TokenLogprobsParams& p, in
   prepare_list(shared);
   if (threadIdx.x == 0) shared.request = {1.0f, false, num_top, 1.0f, 0.0f};
   const float logit = to_float(static_cast<const T*>(p.logits.data)[row * p.logits.stride + token]);
-  const float highest = load_logits<T>(p.logits, row, aligned, slice, {{}, nullptr});
+  VisitNone visit;
+  const float highest = load_logits<T>(p.logits, row, aligned, slice, {{}, nullptr}, visit);
   Cluster::wait();
   const HighestRange range = range_of_highest(shared, ordered_bits(highest));
   if (num_top > 0) {
@@ -186,15 +187,32 @@ __device__ __forceinline__ float power(float difference) {
   return exp2_approx(difference * kLog2E);
 }
 
-// The sum of e^(logit - highest) over the tokens that this thread loaded, of which `highest` is.
-// It waits for no other thread.
-template <typename T>
-__device__ __forceinline__ float sum_own_powers(const Slice& slice, float highest) {
-  const float base = base_of_powers(highest);
-  float sum = 0.0f;
-  for_each_own<T>(slice, [&](uint32_t word, int) { sum += power(bits_as<float>(word) - base); });
-  return sum;
-}
+// Adds up e^(logit - base) over the tokens of a thread while load_logits() loads them. Their
+// highest is not known before the end, so the base is the highest of the first Vec.
+struct OwnPowers {
+  static constexpr bool kVisits = true;
+  static constexpr float kNoBase = INFINITY, kMaxDifference = 64.0f;
+  float base = kNoBase, sum = 0.0f;
+
+  template <int kWidth>
+  __device__ __forceinline__ void operator()(const float (&logits)[kWidth], float highest) {
+    if (base == kNoBase) base = base_of_powers(highest);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) sum += power(logits[i] - base);
+  }
+  // The sum of e^(logit - highest), where `highest` is that of the thread's tokens.
+  template <typename T>
+  __device__ __forceinline__ float relative_to(const Slice& slice, float highest) const {
+    const float new_base = base_of_powers(highest);
+    if (highest - base > kMaxDifference) {  // the sum may have overflowed
+      float again = 0.0f;
+      for_each_own<T>(slice,
+                      [&](uint32_t word, int) { again += power(bits_as<float>(word) - new_base); });
+      return again;
+    }
+    return sum == 0.0f ? 0.0f : sum * power(base - new_base);
+  }
+};
 
 // Adds up the threads' sums per warp, relative to the CTA's highest logit. Results: shared.equal.
 __device__ __forceinline__ void sum_powers(SelectShared& shared, float sum, float highest,
@@ -208,10 +226,14 @@ __device__ __forceinline__ void sum_powers(SelectShared& shared, float sum, floa
 // Sends the CTA's sum to another CTA.
 template <typename Cluster>
 __device__ __forceinline__ void send_powers(SelectShared& shared, int rank) {
-  float sum = 0.0f;
-#pragma unroll 4
-  for (int i = 0; i < kRowWarps; ++i) sum += bits_as<float>(shared.equal[i]);
-  *Cluster::peer(&shared.powers[Cluster::rank()], rank) = sum;
+  const auto* sums = reinterpret_cast<const float2*>(shared.equal);
+  float2 sum = sums[0];
+#pragma unroll
+  for (int i = 1; i < kRowWarps / 2; ++i) {
+    sum.x += sums[i].x;
+    sum.y += sums[i].y;
+  }
+  *Cluster::peer(&shared.powers[Cluster::rank()], rank) = sum.x + sum.y;
 }
 
 // In the first CTA: shared.log_sum = ln(sum of e^(logit - max)) over the row, behind the next

@@ -162,10 +162,14 @@ template <typename T, typename Cluster, typename Params>
 __device__ __forceinline__ FoundRow find_undivided(const Params& p, int sample, bool counts,
                                                    const Slice& slice, bool aligned,
                                                    SelectShared& shared) {
-  const float highest = load_undivided<T>(p, sample, aligned, slice, shared);
+  std::conditional_t<kHasLogprobs<Params>, OwnPowers, VisitNone> own;
+  const float highest = load_undivided<T>(p, sample, aligned, slice, shared, own);
   // Log-probabilities come from the list of a row that is not changed.
   const bool lists_logprobs = kHasLogprobs<Params> && counts && !is_changed(p, sample, shared);
-  const float powers = lists_logprobs ? sum_own_powers<T>(slice, highest) : 0.0f;
+  float powers = 0.0f;
+  if constexpr (kHasLogprobs<Params>) {
+    if (lists_logprobs) powers = own.template relative_to<T>(slice, highest);
+  }
   Cluster::wait();
   const HighestRange range = range_of_highest(shared, ordered_bits(highest));
   FoundRow found;
