@@ -10,6 +10,7 @@
 //
 // Order of tiles:
 // - KV heads come in sections. The pages of a section stay in L2 while all its tiles read them.
+//   Sequences of one tile a head need none: all heads of a page are read at the same time.
 // - A section has 16 classes of equal width, by the last visible token of a tile. The class of the
 //   latest tokens comes first, so the last tiles are short.
 // - Tiles of one KV head follow each other.
@@ -210,11 +211,11 @@ class PrefillTileScheduler {
       const int first =
           class_ + 1 < kPrefillClasses ? blocks_until(shape, until - class_tokens) : 0;
       const uint32_t lane_tiles = (end - first) * heads;
-      const uint32_t sum = inclusive_sum(lane_tiles);
-      const uint32_t in_round = __shfl_sync(0xffffffffu, sum, 31);
-      if (index - before_ >= in_round) {
-        before_ += in_round;
-        if (++class_ < kPrefillClasses) continue;
+      const uint32_t class_tiles = __reduce_add_sync(0xffffffffu, lane_tiles);
+      if (index - before_ >= class_tiles) {
+        before_ += class_tiles;
+        ++class_;
+        if (__any_sync(0xffffffffu, first > 0)) continue;  // later classes have blocks
         class_ = 0;
         first_head_ += section_heads_;
         if (first_head_ < p.kv.num_kv_heads) continue;
@@ -225,6 +226,7 @@ class PrefillTileScheduler {
         start_round(p, shape);
         continue;
       }
+      const uint32_t sum = inclusive_sum(lane_tiles);
       const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < sum)) - 1;
       const auto of_owner = [&](int value) { return __shfl_sync(0xffffffffu, value, owner); };
       const int local = static_cast<int>(index - before_) - of_owner(sum - lane_tiles);
@@ -310,11 +312,12 @@ class PrefillTileScheduler {
     if (starts != nullptr && (starts[seq + 1] > starts[seq]) != shape.takes_gathered) return;
     if (rows >= shape.min_rows) row_blocks_ = (rows + tile_rows(shape) - 1) / tile_rows(shape);
   }
-  // Sets the KV heads of a section of this round. Sections are about equal.
+  // Sets the KV heads of a section of this round. Sections are about equal. Only pages that several
+  // tiles read count.
   __device__ __forceinline__ void start_round(const PagedAttentionParams& p,
                                               const PrefillShape& shape) {
     const float bytes =
-        lane_sum(row_blocks_ > 0 ? static_cast<float>(seq_len_) : 0.0f) * token_bytes(p);
+        lane_sum(row_blocks_ > 1 ? static_cast<float>(seq_len_) : 0.0f) * token_bytes(p);
     const int heads = p.kv.num_kv_heads;
     const int sections =
         min(heads, static_cast<int>(fminf(bytes * heads / shape.section_bytes, 1e6f)) + 1);
