@@ -65,22 +65,26 @@ struct SplitCounts {
 struct PrefillSplits {
   SplitPartials partials = {};
   SplitCounts* counts = nullptr;
-  PrefillTile* tiles = nullptr;  // [slots], split 0 of each work tile
+  PrefillTile* tiles = nullptr;  // [slots / 2], split 0 of each work tile
   uint32_t slots = 0;
 };
 
-// For work tiles of kRows rows. The room of the last slot holds `counts` and `tiles`.
-template <int kRows, int kHeadSize>
-PrefillSplits prefill_splits(const DecodeWorkspace& workspace) {
-  constexpr int64_t kSlotBytes = int64_t{4} * kRows * kHeadSize, kCountBytes = 64;
-  constexpr int64_t kSlots =
-      std::min(kDecodeStatsBytes / 8 / kRows, kDecodeOutBytes / kSlotBytes) - 1;
-  constexpr int64_t kLeft = kDecodeOutBytes - kSlots * kSlotBytes;
-  static_assert(kCountBytes + kSlots * int64_t{sizeof(PrefillTile)} <= kLeft);
+// Slots for splits of `rows` rows. The room of one more holds `counts` and `tiles`.
+constexpr int64_t prefill_slots(int rows, int head_size) {
+  return std::min(kDecodeStatsBytes / 8, kDecodeOutBytes / (4 * head_size)) / rows - 1;
+}
+
+// For work tiles of `rows` rows, a multiple of 64.
+template <int kHeadSize>
+PrefillSplits prefill_splits(const DecodeWorkspace& workspace, int rows) {
+  constexpr int64_t kCountBytes = 64, kMaxSlots = prefill_slots(64, kHeadSize);
+  static_assert(kCountBytes + kMaxSlots / 2 * int64_t{sizeof(PrefillTile)} <=
+                kDecodeOutBytes - kMaxSlots * 64 * 4 * kHeadSize);
+  const int64_t slots = prefill_slots(rows, kHeadSize);
   const SplitPartials& partials = workspace.by_semaphore;
-  char* end = reinterpret_cast<char*>(partials.out) + kSlots * kSlotBytes;
+  char* end = reinterpret_cast<char*>(partials.out) + slots * rows * 4 * kHeadSize;
   return {partials, reinterpret_cast<SplitCounts*>(end),
-          reinterpret_cast<PrefillTile*>(end + kCountBytes), static_cast<uint32_t>(kSlots)};
+          reinterpret_cast<PrefillTile*>(end + kCountBytes), static_cast<uint32_t>(slots)};
 }
 
 struct PrefillShape {
@@ -90,7 +94,7 @@ struct PrefillShape {
   int min_rows;                // sequences of fewer query rows a KV head are left out
   float softmax_scale_log2;    // scores to log2 units
   int window_right;            // visible tokens past a query token, at most kMaxWindowRight
-  int rows;                    // of a work tile, where launches differ in it
+  int rows;                    // that a work tile may have: 64 a consumer warpgroup in sm90
   bool query_by_tma;           // a tile's queries are one TMA box
   bool has_concurrent_launch;  // a decode launch for the sequences left out runs concurrently
   FastDivisor group_divisor;

@@ -89,15 +89,15 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const auto [num_tiles, splits] = *all.counts;
   if (splits == 1) return;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
-  const int chunks = split_shape.groups / kGroups, per_tile = split_shape.warpgroups * chunks;
+  const int warpgroups = shape.rows / 64, chunks = split_shape.groups / kGroups;
+  const int per_tile = warpgroups * chunks;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x; i < num_tiles * per_tile; i += gridDim.x) {
     const PrefillTile& work_tile = all.tiles[i / per_tile];
     const int warpgroup = i % per_tile / chunks, first_group = i % chunks * kGroups;
     if (work_tile.splits == 1 || warpgroup * 64 >= work_tile.rows) continue;
-    const SplitSums sums =
-        add_splits(all, work_tile.slot * split_shape.warpgroups + warpgroup, split_shape.warpgroups,
-                   work_tile.splits, split_shape.groups, first_group);
+    const SplitSums sums = add_splits(all, work_tile.slot * warpgroups + warpgroup, warpgroups,
+                                      work_tile.splits, split_shape.groups, first_group);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row_of_tile = warpgroup * 64 + row + 8 * r;

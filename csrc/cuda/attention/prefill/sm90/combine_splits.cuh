@@ -11,9 +11,8 @@
 
 namespace vllm_kernels::cuda {
 
-// How a kernel's consumer warpgroups share a work tile's results.
+// The results of a consumer warpgroup, which has 64 rows of a work tile.
 struct SplitShape {
-  int warpgroups;   // of a CTA; each has 64 rows
   int groups;       // of 8 dimensions
   int permutation;  // see ValueBoxes
 };
@@ -32,15 +31,14 @@ struct PartialOfThread {
 };
 
 // Ends a split, for a consumer warpgroup. row_max and sum are of whole rows.
-template <int kWarpgroups, int kGroups>
-__device__ __forceinline__ void store_split(const PrefillSplits& splits,
-                                            const PrefillTile& work_tile,
+template <int kGroups>
+__device__ __forceinline__ void store_split(const PrefillShape& shape, const PrefillTile& work_tile,
                                             const float (&out)[kGroups][4],
                                             const float (&row_max)[2], const float (&sum)[2]) {
   // The main loop has no registers left for addresses, which the compiler would keep.
   const int index = opaque(static_cast<int>(threadIdx.x));
-  const int slot = (work_tile.slot + work_tile.split) * kWarpgroups + index / 128;
-  const PartialOfThread to(splits.partials, slot, kGroups, index % 128);
+  const int slot = (work_tile.slot + work_tile.split) * (shape.rows / 64) + index / 128;
+  const PartialOfThread to(shape.splits.partials, slot, kGroups, index % 128);
   if (index % 4 == 0) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) to.stats[8 * r] = {row_max[r], sum[r]};

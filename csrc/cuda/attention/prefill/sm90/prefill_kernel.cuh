@@ -5,7 +5,8 @@
 // tokens come from the last to the first. mainloop.cuh has the sizes (PrefillTuning).
 //
 // Grid: one persistent CTA an SM. It takes work tiles from ../tile_scheduler.cuh.
-// - Two or three consumer warpgroups have 64 rows each (mainloop.cuh).
+// - Two or three consumer warpgroups have 64 rows each (mainloop.cuh). Where no sequence has rows
+//   for all of them, the last ones leave at once.
 // - One producer warpgroup has a warp each for K, V and queries (producer.cuh), and the scheduler
 //   warp. 8-bit caches have two: six warps copy and dequantize K and V (dequant_producer.cuh).
 // - Producers run ahead: they load the next work tile while the current one ends.
@@ -216,7 +217,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
     if (Config::kMaySplit && work_tile.splits > 1) {
       if (warpgroup * 64 < work_tile.rows) {
         const float sums[2] = {quad_sum(sum[0]), quad_sum(sum[1])};
-        store_split<Config::kConsumers>(shape.splits, work_tile, tile.out, row_max, sums);
+        store_split(shape, work_tile, tile.out, row_max, sums);
       }
     } else {
 #pragma unroll
@@ -301,6 +302,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #if defined(VLLM_KERNELS_HAS_WGMMA)
   using Shared = PrefillShared<Config>;
   constexpr int kWarps = 4 * Config::kConsumers;  // of the consumers
+  const int active_warps = shape.rows / 16;       // of these, warps that have rows
   constexpr int kProducers =
       Config::kCacheIs8Bit ? kDequantWarps : 1;     // warps of K, and as many of V
   extern __shared__ __align__(1024) char memory[];  // queries, K, V, raw 8-bit K and V
@@ -316,12 +318,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     };
     init(shared.key_full, kProducers * (Config::kCacheIs8Bit ? kWarpArrivals : 1));
     init(shared.value_full, kProducers * (Config::kCacheIs8Bit ? kWarpArrivals : 1));
-    init(shared.key_empty, kWarps * kWarpArrivals);
-    init(shared.value_empty, kWarps * kWarpArrivals);
+    init(shared.key_empty, active_warps * kWarpArrivals);
+    init(shared.value_empty, active_warps * kWarpArrivals);
     init(shared.query_full, shape.query_by_tma ? 1 : kWarpArrivals);
-    init(shared.query_empty, kWarps * kWarpArrivals);
+    init(shared.query_empty, active_warps * kWarpArrivals);
     init(shared.tile_full, 1);
-    init(shared.tile_empty, (kWarps + 2 * kProducers + 1) * kWarpArrivals);
+    init(shared.tile_empty, (active_warps + 2 * kProducers + 1) * kWarpArrivals);
     barrier_init(shared_address(&shared.next_tile_requested), 1);
     fence_barrier_init();
     if (!Config::kCacheIs8Bit) {
@@ -353,6 +355,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     dispatch_8_bit(p.kv.dtype, with_cache);
   };
   if (warp < kWarps) {
+    if (warp >= active_warps) return;
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kTuning.consumer_registers));
     consume_tiles<Config>(p, shape, cap, shared, query, key, value, warp / 4, threadIdx.x % 128);
   } else {
@@ -380,13 +383,15 @@ template <typename Config>
 PrefillShape launch_shape(const PagedAttentionParams& p, const PrefillLaunch& launch) {
   PrefillShape shape = prefill_shape(p, launch.min_query_len);
   shape.page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1;
+  const int64_t rows = std::max<int64_t>(1, int64_t{p.max_query_len} * shape.group);
+  shape.rows = static_cast<int>(std::min<int64_t>(Config::kConsumers, (rows + 63) / 64)) * 64;
   shape.query_by_tma = Config::kRows % shape.group == 0;
   shape.has_concurrent_launch = launch.has_concurrent_launch;
   shape.gathered_starts = launch.gathered_starts;
   shape.takes_gathered = launch.takes_gathered;
   shape.value_starts = launch.value_starts;
   if constexpr (Config::kMaySplit) {
-    shape.splits = prefill_splits<Config::kRows, Config::kHeadSize>(*launch.workspace);
+    shape.splits = prefill_splits<Config::kHeadSize>(*launch.workspace, shape.rows);
   }
   shape.concurrent_ratio =
       concurrent_ratio(p, current_device_model(), Config::kRows, Config::kHeadSize);
@@ -405,8 +410,7 @@ void launch_with(const PagedAttentionParams& p, const PrefillShape& shape, const
                 score_cap(p.softcap), maps, launch.next);
   if constexpr (Config::kMaySplit) {
     const int permutation = kPermutesValues<Config> ? value_boxes_of<Config>(shape).permutation : 0;
-    launch_combine_splits(p, shape, {Config::kConsumers, Config::kHeadSize / 8, permutation},
-                          stream);
+    launch_combine_splits(p, shape, {Config::kHeadSize / 8, permutation}, stream);
   }
 }
 
