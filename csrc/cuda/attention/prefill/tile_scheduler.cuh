@@ -203,8 +203,9 @@ class PrefillTileScheduler {
   // Returns false if a short tile has fewer splits than others, and this is none.
   __device__ __forceinline__ bool get_tile(const PagedAttentionParams& p, const PrefillShape& shape,
                                            uint32_t index, int lane, PrefillTile& work_tile) {
-    const uint32_t split = kMaySplit ? index % splits_ : 0;
-    if (kMaySplit) index /= splits_;
+    const uint32_t all = index;
+    if (kMaySplit) index = divide(all, splits_);
+    const uint32_t split = kMaySplit ? all - index * splits_ : 0;
 #pragma unroll 1
     for (;;) {
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
@@ -285,8 +286,8 @@ class PrefillTileScheduler {
     const int all = work_tile.tiles;
     const int most = max(1, all * kTokens / kMinPrefillSplitTokens);
     const int wanted = min(static_cast<int>(splits_), most);
-    const int tiles = (all + wanted - 1) / wanted;
-    work_tile.splits = (all + tiles - 1) / tiles;
+    const int tiles = divide(all + wanted - 1, wanted);
+    work_tile.splits = divide(all + tiles - 1, tiles);
     work_tile.split = split;
     work_tile.slot = slot;
     if (split >= work_tile.splits) return false;

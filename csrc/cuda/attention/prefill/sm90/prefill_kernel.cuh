@@ -63,11 +63,11 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
     }
     if (lane == 0) {
       if (index >= count) work_tile.seq = -1;
+      barrier_arrive(shared_address(&shared.tile_full[state.index]));
       const uint32_t splits = scheduler.counts().splits;
       if (Config::kMaySplit && splits > 1 && index < count && work_tile.split == 0) {
         shape.splits.tiles[index / splits] = work_tile;
       }
-      barrier_arrive(shared_address(&shared.tile_full[state.index]));
     }
     __syncwarp();
     if (index >= count) return;
