@@ -87,6 +87,10 @@ VLLM_KERNELS_HOST_DEVICE inline float split_time(float tiles, float average, flo
   return by_rounds > by_longest ? by_rounds : by_longest;
 }
 
+// Prefill sm90: work tiles of an SM from which on memory is busy, if each reads pages of its own.
+// (prefill/splits.md, NHD: 1.45 tiles 211 to 207 us, 1.03 tiles 125 to 129.)
+constexpr float kTilesOfShortReads = 1.4f;
+
 // Prefill: max bytes of K and V of a section of KV heads, and the same as a fraction of L2. The
 // smaller one counts: 24 MB on an H200 (60 MiB of L2) and on an H100 (50 MiB).
 // (prefill/sm90_mainloop.md, H200, d_mha_4x2k: 282 to 247 us. On an H100 the build with 20 MB took

@@ -34,7 +34,7 @@ PrefillMaps prefill_fp8_maps(const PagedAttentionParams& p, const PrefillShape& 
   PrefillMaps maps{};
   if (shape.query_by_tma) maps.query = query_map<Config>(p, shape);
   maps.key =
-      Config::kForm == KvForm::kSwizzledRows ? key_row_map<Config>(p) : packed_key_map<Config>(kv);
+      Config::kForm == KvForm::kSwizzledRows ? key_row_map<Config>(p) : packed_key_map<Config>(p);
   const int64_t rows = kv.value_dim_stride;
   maps.value = encode_tensor_map<4>(
       kv.value, {rows / 2, kv.head_size, kv.num_kv_heads, 1},
