@@ -46,6 +46,24 @@ def test_few_tiles(layout, head_size, page, dtype):
         check_shared(case)
 
 
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("queries", [9, 16])
+def test_few_rows(layout, head_size, queries):
+    """Up to 64 rows: one consumer warpgroup has them all, and a slot has room for them alone."""
+    check_shared(make([4100, 700, 3000], 3 * [queries], head_size=head_size, layout=layout))
+
+
+def test_rows_of_decode(layout):
+    check_shared(make([4100, 3000], [8, 8], layout=layout), False)
+
+
+@pytest.mark.parametrize("queries", [16, 32])
+def test_one_long_sequence(layout, queries):
+    """Equal lengths would not gain by splits. These may, and the launch is long."""
+    lens, shape = [12500, *23 * [300]], {"heads": 32, "kv_heads": 8}
+    check_shared(make(lens, 24 * [queries], layout=layout, **shape))
+
+
 @pytest.mark.parametrize("length", [2047, 2048, 2049, 2175, 2176, 2177, 2559, 4095, 4096, 4097])
 def test_ends_of_splits(layout, length):
     check_shared(make([length], [32], layout=layout))

@@ -164,8 +164,9 @@ bool can_split(const PagedAttentionParams& p, bool has_8_bit_products) {
          !p.modifies_scores() && p.fixed_split_size <= 0 && !is_mixed(p);
 }
 
-// Whether that pays if all sequences have the longest one's tokens. The device decides by the
-// lengths. Of contiguous keys only the sum is known.
+// Whether that may pay. The device decides by the lengths, of which the host has the longest. Equal
+// ones may gain, and so may unequal ones in a long launch. Of contiguous keys only the sum is
+// known.
 bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device) {
   const int64_t seqs = std::max(1, p.num_seqs), tokens = (p.num_tokens + seqs - 1) / seqs;
   const int64_t blocks = (tokens * group_of(p) + kPrefillTileRows - 1) / kPrefillTileRows;
@@ -175,17 +176,19 @@ bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device) {
   if (p.key_start_loc != nullptr) widest /= static_cast<float>(std::min<int64_t>(seqs, kSkew));
   if (p.sliding_window > 0) widest = std::min(widest, p.sliding_window + float{kPrefillTileRows});
   const float whole = split_time(tiles, widest, widest, 1, ctas);
+  const int64_t slot_rows = tokens * group_of(p) <= 64 ? 64 : kPrefillTileRows;
+  const auto slots = static_cast<float>(kDecodeStatsBytes / 8 / slot_rows);
+  if (seqs > 1 && whole >= kTimeOfUnequalSplits && 2 * tiles < slots) return true;
   for (int splits = 2; splits <= kMaxPrefillSplits && splits * kMinPrefillSplitTokens <= widest;
        ++splits) {
-    const float rows = tiles * splits * kPrefillTileRows;
-    if (rows > kDecodeStatsBytes / 8) break;
+    if (tiles * splits >= slots) break;
     if (split_time(tiles, widest, widest, splits, ctas) < kWorthSplitting * whole) return true;
   }
   return false;
 }
 
 // Reasons to run decode where both kinds of kernel could run. With few rows, prefill has tiles for
-// less than half of the SMs. `fills_gpu`: it is faster all the same. With fixed_split_size the
+// less than half of the SMs. `fills_gpu`: its splits fill the others. With fixed_split_size the
 // kernel must not depend on the batch.
 uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device, bool fills_gpu) {
   const int64_t group = group_of(p);
@@ -194,8 +197,9 @@ uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device
   const int64_t tiles =
       (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
   const int64_t rows = p.max_query_len * group;
-  const bool few_rows = p.max_query_len <= 1 || rows <= kDecodeRows ||
-                        (2 * tiles < device.num_sms && !(fills_gpu && rows >= kRowsOfSplits));
+  const bool few_rows = p.max_query_len <= 1 ||
+                        rows <= (fills_gpu ? kDecodeRowsOfSplits : kDecodeRows) ||
+                        (2 * tiles < device.num_sms && !fills_gpu);
   return when(few_rows, kFewRows) | when(p.fixed_split_size > 0, kFixedSplit);
 }
 
@@ -392,8 +396,8 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   };
   if (p.sparse.on() || obstacles != kNoObstacle) return few_rows();
   if (decode == kNoObstacle) {
-    // Splits fill the GPU. Short sequences are not split, and take less time than in decode. With
-    // e4m3 queries the copy of K and V costs more than that gains.
+    // Short sequences are not split, but also take less time than in decode. With e4m3 queries the
+    // copy of K and V costs more than that gains.
     obstacles |= prefers_decode(p, device, has_8_bit_products ? splits : can);
     if (obstacles != kNoObstacle) return few_rows();
   }

@@ -11,11 +11,11 @@
 
 namespace vllm_kernels::cuda {
 
-// Query rows (max_query_len * G) up to which the decode kernels take a whole batch. (32 sequences
-// of 16 query tokens on 4080, 64 rows: decode 141 us, prefill on contiguous keys 164 us.
-// decode/axes.md, 32 x 4k: 64 rows hold 0.92 of the bandwidth of one token in bf16, and 0.65 in
-// e4m3.)
-constexpr int kDecodeRows = 64;
+// Query rows (max_query_len * G) up to which the decode kernels take a whole batch.
+// (decode/axes.md, 32 x 4k: 64 rows hold 0.92 of the bandwidth of one token in bf16, and 0.65 in
+// e4m3.) The second: if prefill sm90 can split its tiles. (prefill/splits.md, 64 rows: 32 sequences
+// on 4k 153 to 131 us, 4 on 8k 56 to 44, 4 on 500 27 to 11.)
+constexpr int kDecodeRows = 64, kDecodeRowsOfSplits = 32;
 // Query rows of a sequence up to which a concurrent decode launch takes it from a mixed batch. It
 // also takes single tokens of larger groups. (decode/axes.md, 32 x 4k, bf16: up to 32 rows decode
 // holds the bandwidth of one token.)
@@ -72,10 +72,9 @@ constexpr int kMinPrefillSplitTokens = 512, kMaxPrefillSplits = 32;
 // Contiguous keys, whose sum alone the host knows: a sequence counts as an equal share of all
 // tokens, or as an eighth of them, if that is longer. (No row.)
 constexpr int kSkew = 8;
-// From so many query rows of a sequence on, prefill sm90 is faster than decode where tiles are few,
-// if it can split them. (prefill/splits.md, H200, 128 rows: 8k tokens 40.9 to 26.1 us, 500 tokens
-// 25.0 to 14.1.)
-constexpr int kRowsOfSplits = 128;
+// The estimated time, in tokens, from which kernels that split serve several sequences. They may
+// cost 2 us, and gain if lengths differ. (prefill/splits.md, ragged16: 155 to 113 us.)
+constexpr float kTimeOfUnequalSplits = 12000.0f;
 
 // Prefill sm90: the estimated time of `tiles` work tiles if each is split, in tokens of a CTA.
 // `average` and `widest`: tokens of a tile.
