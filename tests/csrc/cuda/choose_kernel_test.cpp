@@ -412,8 +412,11 @@ TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
   set_strides(p.kv);
   EXPECT_FALSE(is_prefill(p));
   p = few_tiles(1000);
-  p.max_query_len = 31;
-  p.num_tokens = 4 * 31;
+  p.max_query_len = 9;  // 36 rows
+  p.num_tokens = 4 * 9;
+  EXPECT_TRUE(is_prefill(p));
+  p.max_query_len = 8;
+  p.num_tokens = 4 * 8;
   EXPECT_FALSE(is_prefill(p));
   p = few_tiles(1000);
   p.num_tokens = 3 * 64;  // a sequence may have a single token
