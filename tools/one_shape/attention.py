@@ -134,24 +134,25 @@ def eight_bit_queries() -> None:
 
 
 def split_prompts() -> None:
-    """Few query rows, many keys: CTAs share work tiles, in 16 bits and with e4m3 queries."""
+    """Few query rows, many keys: CTAs share work tiles. Of 9 tokens a warpgroup has all rows."""
     lens = torch.tensor([4100, 700], dtype=torch.int32, device=CUDA)
-    starts = torch.tensor([0, 64, 128], dtype=torch.int32, device=CUDA)
     key_starts = torch.tensor([0, 4100, 4800], dtype=torch.int32, device=CUDA)
     e4m3 = torch.float8_e4m3fn
     for dtype in DTYPES:
         if dtype == torch.float32:
             continue
-        for stored, head_size, page in (
-            (dtype, 64, 16), (dtype, 128, 16), (dtype, 112, 64), (dtype, 64, 64),
-            (e4m3, 64, 16), (e4m3, 128, 16),
+        for asked, stored, head_size, page, tokens in (
+            (dtype, dtype, 64, 16, 64), (dtype, dtype, 128, 16, 64), (dtype, dtype, 112, 64, 9),
+            (dtype, dtype, 64, 64, 9), (dtype, e4m3, 64, 16, 64), (dtype, e4m3, 128, 16, 64),
+            (e4m3, e4m3, 64, 16, 64), (e4m3, e4m3, 128, 16, 64),
         ):  # fmt: skip
             pages = -(-4100 // page)
             tables = torch.randperm(2 * pages, device=CUDA).view(2, pages).int()
             rows = torch.randn(2 * pages, page, 2, head_size, device=CUDA).to(stored)
-            query = torch.randn(128, 8, head_size, device=CUDA).to(stored)
+            query = torch.randn(2 * tokens, 8, head_size, device=CUDA).to(asked)
+            starts = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32, device=CUDA)
             out = torch.empty(query.shape, device=CUDA, dtype=dtype)
-            options = {"max_query_len": 64, "out": out, "return_lse": True}
+            options = {"max_query_len": tokens, "out": out, "return_lse": True}
             for layout, (key, value) in rows_by_layout(rows).items():
                 vllm_kernels.paged_attention(
                     query, key, value, tables, lens, layout=layout, query_start_loc=starts,
