@@ -157,10 +157,10 @@ def test_contiguous_keys(options):
     assert check_varlen(case, **options) == ON_HOPPER
 
 
-@pytest.mark.parametrize("group", [7, 71])
-def test_other_groups(layout, group):
+@pytest.mark.parametrize("group, queries", [(7, 50), (7, 9), (71, 50)])
+def test_other_groups(layout, group, queries):
     """They do not divide the rows of a tile, so no TMA box has its queries."""
-    check_shared(make([4100], [50], heads=group, kv_heads=1, layout=layout))
+    check_shared(make([4100], [queries], heads=group, kv_heads=1, layout=layout))
 
 
 def test_gathered_rows():

@@ -76,14 +76,14 @@ def test_few_tokens_above_minus_infinity(device, dtype):
     check_logprobs(logits.to(device, dtype), all_requests(4), 0, 5, 128)
 
 
-@pytest.mark.parametrize("low", [-torch.inf, -3e38, -200.0, -64.0, -10.0])
+@pytest.mark.parametrize("low", [-torch.inf, -3e38, -200.0, -64.0, -50.0, -16.0, -10.0])
 def test_first_logits_far_below_the_rest(device, dtype, low):
     """CUDA adds up e^(logit - base), where the base is that of the first logits of a thread."""
-    logits = torch.randn(2, 33_024)
-    logits[0].view(8, -1)[:, :2048] += low
-    logits[1].view(8, -1)[:, 2048:] += low
-    check_logprobs(logits.clamp_min(-3e38 if low > -torch.inf else low).to(device, dtype),
-                   all_requests(2), 0, 5, 128)  # fmt: skip
+    logits = torch.randn(4, 33_024)
+    logits[2:] = torch.tensor([0.1, 0.7])[torch.randint(2, (2, 33_024))]  # equal rounding adds up
+    logits[::2].view(2, 8, -1)[..., :2048] += low
+    logits[1::2].view(2, 8, -1)[..., 2048:] += low
+    check_logprobs(logits.to(device, dtype), all_requests(4), 0, 5, 128)
 
 
 def test_strided_and_unaligned_rows(device, dtype):

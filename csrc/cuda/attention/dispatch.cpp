@@ -176,21 +176,21 @@ bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device) {
   if (p.key_start_loc != nullptr) widest /= static_cast<float>(std::min<int64_t>(seqs, kSkew));
   if (p.sliding_window > 0) widest = std::min(widest, p.sliding_window + float{kPrefillTileRows});
   const float whole = split_time(tiles, widest, widest, 1, ctas);
-  const int64_t slot_rows = tokens * group_of(p) <= 64 ? 64 : kPrefillTileRows;
-  const auto slots = static_cast<float>(kDecodeStatsBytes / 8 / slot_rows);
-  if (seqs > 1 && whole >= kTimeOfUnequalSplits && 2 * tiles < slots) return true;
+  const int slot_rows = p.max_query_len * group_of(p) <= 64 ? 64 : kPrefillTileRows;
+  const auto slots = static_cast<float>(prefill_slots(slot_rows, p.head_size() <= 64 ? 64 : 128));
+  if (seqs > 1 && whole >= kTimeOfUnequalSplits && 2 * tiles <= slots) return true;
   for (int splits = 2; splits <= kMaxPrefillSplits && splits * kMinPrefillSplitTokens <= widest;
        ++splits) {
-    if (tiles * splits >= slots) break;
+    if (tiles * splits > slots) break;
     if (split_time(tiles, widest, widest, splits, ctas) < kWorthSplitting * whole) return true;
   }
   return false;
 }
 
-// Reasons to run decode where both kinds of kernel could run. With few rows, prefill has tiles for
-// less than half of the SMs. `fills_gpu`: its splits fill the others. With fixed_split_size the
-// kernel must not depend on the batch.
-uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device, bool fills_gpu) {
+// Reasons to run decode where both kinds of kernel could run. `splits`: prefill sm90 can split its
+// tiles. If it cannot, tiles for less than half of the SMs are a reason, too. With fixed_split_size
+// the kernel must not depend on the batch.
+uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device, bool splits) {
   const int64_t group = group_of(p);
   // The most tokens that one sequence can have, if every other is a decode of one token.
   const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
@@ -198,8 +198,8 @@ uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device
       (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
   const int64_t rows = p.max_query_len * group;
   const bool few_rows = p.max_query_len <= 1 ||
-                        rows <= (fills_gpu ? kDecodeRowsOfSplits : kDecodeRows) ||
-                        (2 * tiles < device.num_sms && !fills_gpu);
+                        rows <= (splits ? kDecodeRowsOfSplits : kDecodeRows) ||
+                        (2 * tiles < device.num_sms && !splits);
   return when(few_rows, kFewRows) | when(p.fixed_split_size > 0, kFixedSplit);
 }
 

@@ -191,7 +191,7 @@ __device__ __forceinline__ float power(float difference) {
 // highest is not known before the end, so the base is the highest of the first Vec.
 struct OwnPowers {
   static constexpr bool kVisits = true;
-  static constexpr float kNoBase = INFINITY, kMaxDifference = 64.0f;
+  static constexpr float kNoBase = INFINITY, kMaxDifference = 16.0f;
   float base = kNoBase, sum = 0.0f;
 
   template <int kWidth>
@@ -204,7 +204,7 @@ struct OwnPowers {
   template <typename T>
   __device__ __forceinline__ float relative_to(const Slice& slice, float highest) const {
     const float new_base = base_of_powers(highest);
-    if (highest - base > kMaxDifference) {  // the sum may have overflowed
+    if (highest - base > kMaxDifference) {  // rounding of large differences would show
       float again = 0.0f;
       for_each_own<T>(slice,
                       [&](uint32_t word, int) { again += power(bits_as<float>(word) - new_base); });

@@ -61,7 +61,7 @@ struct SelectShared {
   uint64_t warp_sums[kRowWarps];
   // Per warp: weights or number of tokens above the threshold. row_list.cuh parks a sum in [0].
   uint64_t above[kRowWarps];
-  uint32_t equal[kRowWarps];  // per warp: number of tokens equal to it
+  alignas(8) uint32_t equal[kRowWarps];  // per warp: number of tokens equal to it
   Border border;
   // the border bin of a round
   uint32_t bin;

@@ -13,8 +13,8 @@ namespace vllm_kernels::cuda {
 
 // Query rows (max_query_len * G) up to which the decode kernels take a whole batch.
 // (decode/axes.md, 32 x 4k: 64 rows hold 0.92 of the bandwidth of one token in bf16, and 0.65 in
-// e4m3.) The second: if prefill sm90 can split its tiles. (prefill/splits.md, 64 rows: 32 sequences
-// on 4k 153 to 131 us, 4 on 8k 56 to 44, 4 on 500 27 to 11.)
+// e4m3.) The second: if prefill sm90 can split its tiles. (prefill/splits.md, 32x10_on_4k, 40 rows:
+// 148 to 131 us; 32x16_on_4k, 64 rows: 153 to 131. No row below 40.)
 constexpr int kDecodeRows = 64, kDecodeRowsOfSplits = 32;
 // Query rows of a sequence up to which a concurrent decode launch takes it from a mixed batch. It
 // also takes single tokens of larger groups. (decode/axes.md, 32 x 4k, bf16: up to 32 rows decode

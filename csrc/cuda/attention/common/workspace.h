@@ -40,6 +40,12 @@ inline int workspace_slots(int row_shift, int head_size) {
                                     (kDecodeOutBytes / (head_size * 4)) >> row_shift}));
 }
 
+// The same for prefill sm90, whose tiles have `rows` rows. The room of one more slot holds
+// SplitCounts and the tiles.
+constexpr int64_t prefill_slots(int rows, int head_size) {
+  return std::min(kDecodeStatsBytes / 8, kDecodeOutBytes / (4 * head_size)) / rows - 1;
+}
+
 // Whether the workspace has room for one flag-in-data partial per CTA (split_exchange.cuh).
 inline bool may_flag_in_data(int ctas, int row_shift, int head_size) {
   const int64_t rows = int64_t{ctas} << row_shift;

@@ -69,11 +69,6 @@ struct PrefillSplits {
   uint32_t slots = 0;
 };
 
-// Slots for splits of `rows` rows. The room of one more holds `counts` and `tiles`.
-constexpr int64_t prefill_slots(int rows, int head_size) {
-  return std::min(kDecodeStatsBytes / 8, kDecodeOutBytes / (4 * head_size)) / rows - 1;
-}
-
 // For work tiles of `rows` rows, a multiple of 64.
 template <int kHeadSize>
 PrefillSplits prefill_splits(const DecodeWorkspace& workspace, int rows) {

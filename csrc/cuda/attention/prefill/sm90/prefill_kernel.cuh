@@ -64,6 +64,7 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
     if (lane == 0) {
       if (index >= count) work_tile.seq = -1;
       barrier_arrive(shared_address(&shared.tile_full[state.index]));
+      // Consumers need not wait for this store.
       const uint32_t splits = scheduler.counts().splits;
       if (Config::kMaySplit && splits > 1 && index < count && work_tile.split == 0) {
         shape.splits.tiles[index / splits] = work_tile;
