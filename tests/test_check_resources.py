@@ -66,5 +66,26 @@ def test_small_spills_are_allowed_by_name(tmp_path, target, size, stack, spills,
     )
 
 
+@pytest.mark.parametrize("types, status", [("int", 0), ("int, float", 1)])
+def test_a_kernel_of_the_host_alone(tmp_path, types, status):
+    """ptxas compiled it for int. The host may launch it for other types, too."""
+    source = "namespace ours { template <typename T> static void some_kernel(T) {} }\n"
+    source += "void (*pointers[])() = {" + ", ".join(
+        f"reinterpret_cast<void (*)()>(ours::some_kernel<{name}>)" for name in types.split(", ")
+    ) + "};\n"  # fmt: skip
+    folder = tmp_path / "CMakeFiles" / "cuda_kernels.dir" / "csrc" / "cuda"
+    folder.mkdir(parents=True)
+    subprocess.run(
+        ["g++", "-x", "c++", "-c", "-", "-o", folder / "some.cu.o"],
+        input=source, text=True, check=True,
+    )  # fmt: skip
+    said = GOOD.replace("some_kernel", "_ZN4ours11some_kernelIiEEvT_")
+    (folder / "some.cu.o.log").write_text(said)
+    done = subprocess.run(
+        [sys.executable, str(TOOL), str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == status and f"{status} without device code" in done.stdout
+
+
 def test_no_kernels_is_no_success(tmp_path):
     assert subprocess.run([sys.executable, str(TOOL), str(tmp_path)], timeout=60).returncode == 1
