@@ -71,6 +71,7 @@ def main() -> int:
     for folder in sorted(arguments.build.glob(SOURCES)):
         for log in sorted(folder.glob("**/*.log")):
             source = str(log.relative_to(folder)).removesuffix(".o.log")
+            first = len(kernels)
             for line in log.read_text().splitlines():
                 if match := KERNEL.search(line):
                     name, target = match.groups()
@@ -91,7 +92,7 @@ def main() -> int:
                     shared = SHARED.search(line)
                     kernels[-1]["registers"] = int(match.group(1))
                     kernels[-1]["shared"] = int(shared.group(1)) if shared else 0
-            compiled = {str(kernel["kernel"]) for kernel in kernels if kernel["source"] == source}
+            compiled = {str(kernel["kernel"]) for kernel in kernels[first:]}
             for name in without_device_code(log.with_suffix(""), compiled):
                 print(f"{source} {name}: no device code")
                 missing += 1

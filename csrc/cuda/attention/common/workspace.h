@@ -34,16 +34,19 @@ constexpr int64_t kFlaggedOutBytes = (int64_t{8} << 20) - kFlaggedStatsBytes;
 constexpr int64_t kDecodeOutBytes = kPagedAttentionWorkspaceBytes - kDecodeCounterBytes -
                                     kDecodeStatsBytes - kFlaggedStatsBytes - kFlaggedOutBytes;
 
-// Workspace slots for work tiles of 2^row_shift rows of `head_size` dimensions.
-inline int workspace_slots(int row_shift, int head_size) {
-  return static_cast<int>(std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
-                                    (kDecodeOutBytes / (head_size * 4)) >> row_shift}));
+// Rows of `head_size` dimensions that the workspace has room for.
+constexpr int64_t workspace_rows(int head_size) {
+  return std::min(kDecodeStatsBytes / 8, kDecodeOutBytes / (4 * head_size));
 }
-
+// Workspace slots for work tiles of 2^row_shift such rows.
+inline int workspace_slots(int row_shift, int head_size) {
+  return static_cast<int>(
+      std::min(int64_t{kMaxDecodeSlots}, workspace_rows(head_size) >> row_shift));
+}
 // The same for prefill sm90, whose tiles have `rows` rows. The room of one more slot holds
 // SplitCounts and the tiles.
 constexpr int64_t prefill_slots(int rows, int head_size) {
-  return std::min(kDecodeStatsBytes / 8, kDecodeOutBytes / (4 * head_size)) / rows - 1;
+  return workspace_rows(head_size) / rows - 1;
 }
 
 // Whether the workspace has room for one flag-in-data partial per CTA (split_exchange.cuh).
