@@ -9,7 +9,7 @@ import pytest
 import torch
 from fp8_query_cases import BF16, E4M3, check_varlen, e4m3_case, rows_of
 from helpers import assert_graph_replays, needs_cuda_library
-from paged_attention_cases import Case, check, make_case, per_head, query_scales
+from paged_attention_cases import EIGHT_BITS, Case, check, make_case, per_head, query_scales
 from torch import Tensor
 
 import vllm_kernels
@@ -94,7 +94,7 @@ def test_options(layout, options):
     "name, options",
     [
         ("a softcap", {"softcap": 5.0}),
-        ("8 bits", {"stored": E4M3}),
+        ("64 rows of 8 bits", {"stored": E4M3, "heads": 2}),
         ("heads of 96", {"head_size": 96}),
     ],
 )
@@ -184,6 +184,24 @@ def test_several_head_sizes_in_turn(layout):
     torch.cuda.synchronize()
     for _ in range(10):
         assert all(torch.equal(case.run(), result) for case, result in zip(cases, want))
+
+
+@pytest.mark.parametrize("stored", EIGHT_BITS)
+@pytest.mark.parametrize("head_size", [64, 128, 112])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_8_bit_caches(layout, head_size, stored, dtype):
+    """With 16-bit queries. Their producers dequantize the keys of a split."""
+    shape = {"head_size": head_size, "stored": stored, "layout": layout}
+    for queries in (40, 200):
+        check_shared(make([4100, 3000], 2 * [queries], dtype, **shape))
+    check_shared(make([4100, 700], [64, 64], dtype, sliding_window=3000, **shape))
+
+
+def test_gathered_8_bit_caches(layout):
+    """From 1024 rows on the splits are of gathered keys."""
+    case = make([5000, 4100], [280, 280], stored=E4M3, layout=layout)
+    assert "gathered" in case.explained() or not ON_HOPPER
+    check_shared(case)
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

@@ -141,14 +141,15 @@ def split_prompts() -> None:
     for dtype in DTYPES:
         if dtype == torch.float32:
             continue
-        for stored, head_size, page, tokens in (
-            (dtype, 64, 16, 64), (dtype, 128, 16, 64), (dtype, 112, 64, 9), (dtype, 64, 64, 9),
-            (e4m3, 64, 16, 64), (e4m3, 128, 16, 64),
+        for asked, stored, head_size, page, tokens in (
+            (dtype, dtype, 64, 16, 64), (dtype, dtype, 128, 16, 64), (dtype, dtype, 112, 64, 9),
+            (dtype, dtype, 64, 64, 9), (dtype, e4m3, 64, 16, 64), (dtype, e4m3, 128, 16, 64),
+            (e4m3, e4m3, 64, 16, 64), (e4m3, e4m3, 128, 16, 64),
         ):  # fmt: skip
             pages = -(-4100 // page)
             tables = torch.randperm(2 * pages, device=CUDA).view(2, pages).int()
             rows = torch.randn(2 * pages, page, 2, head_size, device=CUDA).to(stored)
-            query = torch.randn(2 * tokens, 8, head_size, device=CUDA).to(stored)
+            query = torch.randn(2 * tokens, 8, head_size, device=CUDA).to(asked)
             starts = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32, device=CUDA)
             out = torch.empty(query.shape, device=CUDA, dtype=dtype)
             options = {"max_query_len": tokens, "out": out, "return_lse": True}

@@ -160,8 +160,8 @@ bool is_mixed(const PagedAttentionParams& p) {
 // workspace. With fixed_split_size the result must not depend on the batch.
 bool can_split(const PagedAttentionParams& p, bool has_8_bit_products) {
   const int padded = has_8_bit_products ? kMaxHeadSizeFp8 : padded_for_prefill(p.head_size());
-  return (size_of(p.kv.dtype) > 1 || has_8_bit_products) && (padded == 64 || padded == 128) &&
-         !p.modifies_scores() && p.fixed_split_size <= 0 && !is_mixed(p);
+  return (padded == 64 || padded == 128) && !p.modifies_scores() && p.fixed_split_size <= 0 &&
+         !is_mixed(p);
 }
 
 // Whether that may pay. The device decides by the lengths, of which the host has the longest. Equal
@@ -188,8 +188,8 @@ bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device) {
 }
 
 // Reasons to run decode where both kinds of kernel could run. `splits`: prefill sm90 can split its
-// tiles. If it cannot, tiles for less than half of the SMs are a reason, too. With fixed_split_size
-// the kernel must not depend on the batch.
+// tiles. If it cannot, tiles for less than half of the SMs are a reason, too. Over 8-bit caches
+// decode keeps more rows. With fixed_split_size the kernel must not depend on the batch.
 uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device, bool splits) {
   const int64_t group = group_of(p);
   // The most tokens that one sequence can have, if every other is a decode of one token.
@@ -197,8 +197,9 @@ uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device
   const int64_t tiles =
       (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
   const int64_t rows = p.max_query_len * group;
+  const bool takes_fewer = splits && size_of(p.kv.dtype) > 1;
   const bool few_rows = p.max_query_len <= 1 ||
-                        rows <= (splits ? kDecodeRowsOfSplits : kDecodeRows) ||
+                        rows <= (takes_fewer ? kDecodeRowsOfSplits : kDecodeRows) ||
                         (2 * tiles < device.num_sms && !splits);
   return when(few_rows, kFewRows) | when(p.fixed_split_size > 0, kFixedSplit);
 }
@@ -396,9 +397,9 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   };
   if (p.sparse.on() || obstacles != kNoObstacle) return few_rows();
   if (decode == kNoObstacle) {
-    // Short sequences are not split, but also take less time than in decode. With e4m3 queries the
-    // copy of K and V costs more than that gains.
-    obstacles |= prefers_decode(p, device, has_8_bit_products ? splits : can);
+    // Short sequences are not split, but also take less time than in decode. Over 8-bit caches K
+    // and V are copied or dequantized first, which costs more than that gains.
+    obstacles |= prefers_decode(p, device, size_of(p.kv.dtype) > 1 ? can : splits);
     if (obstacles != kNoObstacle) return few_rows();
   }
   AttentionChoice choice;
@@ -408,7 +409,7 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
                    .form = choice.gathered_rows > 0 ? KvForm::kSwizzledRows : prefill_form(p.kv),
                    .padded_head_size = padded_for_prefill(p.head_size()),
                    .grid = {.x = device.num_sms}};
-    choice.may_split = splits;
+    choice.may_split = splits && !choice.gathers_some;
   } else {
     const uint32_t sm80 = prefill_sm80_obstacles(p);
     choice.main = {

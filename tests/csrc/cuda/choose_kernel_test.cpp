@@ -407,6 +407,10 @@ TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
   p.kv.dtype = DType::kFp8E4M3;
   set_strides(p.kv);
   EXPECT_FALSE(is_prefill(p));
+  p = few_tiles(10000);
+  p.kv.dtype = DType::kFp8E4M3;
+  set_strides(p.kv);
+  EXPECT_TRUE(is_prefill(p));
   p = few_tiles(1000);
   p.kv.head_size = 96;
   set_strides(p.kv);

@@ -145,8 +145,9 @@ __device__ __forceinline__ int token_of_row(const PrefillShape& shape, const Pre
   return token;
 }
 
-// kTileRows: rows of a work tile, or 0 for shape.rows. kTokens: tokens of a KV tile.
-template <int kHeadSize, int kTileRows, int kTokens, bool kMaySplit>
+// kTileRows: rows of a work tile, or 0 for shape.rows. kTokens: tokens of a KV tile. kOnlyPages:
+// keys are never contiguous.
+template <int kHeadSize, int kTileRows, int kTokens, bool kMaySplit, bool kOnlyPages>
 class PrefillTileScheduler {
  public:
   // All lanes of a warp.
@@ -170,7 +171,10 @@ class PrefillTileScheduler {
     num_tiles_ = __reduce_add_sync(0xffffffffu, row_blocks) * p.kv.num_kv_heads;
     longest_ = __reduce_max_sync(0xffffffffu, longest);
     num_ctas_ = gridDim.x;
-    if (shape.has_concurrent_launch) choose_ctas(shape, lane_sum(tokens), lane_sum(others));
+    // No launch that may split has a concurrent one.
+    if (!kMaySplit && shape.has_concurrent_launch) {
+      choose_ctas(shape, lane_sum(tokens), lane_sum(others));
+    }
     if (kMaySplit && shape.splits.slots >= 2 * num_tiles_ && num_tiles_ > 0) {
       const float widest = fminf(longest_, window + tile_rows(shape));
       choose_splits(shape, lane_sum(tokens) * p.kv.num_kv_heads, widest, lane);
@@ -192,7 +196,7 @@ class PrefillTileScheduler {
   __device__ __forceinline__ uint32_t num_tiles() const { return num_tiles_ * splits_; }
   __device__ __forceinline__ SplitCounts counts() const { return {num_tiles_, splits_}; }
   // CTAs that take work tiles.
-  __device__ __forceinline__ uint32_t num_ctas() const { return num_ctas_; }
+  __device__ __forceinline__ uint32_t num_ctas() const { return kMaySplit ? gridDim.x : num_ctas_; }
 
   // Writes tile `index` to `work_tile`. Indices rise from call to call. All lanes of a warp.
   // Returns false if a short tile has fewer splits than others, and this is none.
@@ -302,7 +306,8 @@ class PrefillTileScheduler {
     row_blocks_ = query_len_ = seq_len_ = first_query_ = first_key_ = 0;
     if (seq >= p.num_seqs) return;
     const RowRange keys = key_range(p, seq);
-    first_key_ = max(keys.first, 0);  // beside lengths in scratch memory it is the caller's
+    // Beside lengths in scratch memory it is the caller's.
+    if (!kOnlyPages) first_key_ = max(keys.first, 0);
     seq_len_ = keys.count;
     const RowRange queries = query_range(p, seq);
     first_query_ = queries.first;

@@ -31,7 +31,7 @@ struct alignas(16) WarpVisible {
 
 template <typename Config>
 struct Sm80Shared {
-  using Scheduler = PrefillTileScheduler<Config::kHeadSize, 0, Config::kTokens, false>;
+  using Scheduler = PrefillTileScheduler<Config::kHeadSize, 0, Config::kTokens, false, false>;
   // Three slots: one warp writes the next tile while others still end the previous one. seq < 0: no
   // more.
   Sm80Tile work_tiles[3];

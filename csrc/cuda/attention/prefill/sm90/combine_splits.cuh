@@ -30,13 +30,14 @@ struct PartialOfThread {
         out(reinterpret_cast<float4*>(partials.out) + int64_t{slot} * groups * 128 + thread) {}
 };
 
-// Ends a split, for a consumer warpgroup. row_max and sum are of whole rows.
+// Ends a split, for a consumer warpgroup. It may have no rows. row_max and sum are of whole rows.
 template <int kGroups>
 __device__ __forceinline__ void store_split(const PrefillShape& shape, const PrefillTile& work_tile,
                                             const float (&out)[kGroups][4],
                                             const float (&row_max)[2], const float (&sum)[2]) {
   // The main loop has no registers left for addresses, which the compiler would keep.
   const int index = opaque(static_cast<int>(threadIdx.x));
+  if (index / 128 * 64 >= work_tile.rows) return;
   const int slot = (work_tile.slot + work_tile.split) * (shape.rows / 64) + index / 128;
   const PartialOfThread to(shape.splits.partials, slot, kGroups, index % 128);
   if (index % 4 == 0) {

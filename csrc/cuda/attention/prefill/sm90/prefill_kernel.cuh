@@ -39,7 +39,8 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
   // After the PDL wait: the concurrent launch reads the primary kernel's results without a wait of
   // its own.
   if (shape.has_concurrent_launch) launch_dependents();
-  PrefillTileScheduler<Config::kHeadSize, Config::kRows, Config::kTokens, Config::kMaySplit>
+  PrefillTileScheduler<Config::kHeadSize, Config::kRows, Config::kTokens, Config::kMaySplit,
+                       Config::kForm != KvForm::kSwizzledRows>
       scheduler;
   scheduler.build(p, shape, lane);
   if (Config::kMaySplit && blockIdx.x == 0 && lane == 0) *shape.splits.counts = scheduler.counts();
@@ -216,11 +217,12 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
     using T = typename Config::T;
     const PrefillTile& work_tile = shared.work_tiles[slot];
     if (Config::kMaySplit && work_tile.splits > 1) {
-      if (warpgroup * 64 < work_tile.rows) {
-        const float sums[2] = {quad_sum(sum[0]), quad_sum(sum[1])};
-        store_split(shape, work_tile, tile.out, row_max, sums);
-      }
+      const float sums[2] = {quad_sum(sum[0]), quad_sum(sum[1])};
+      store_split(shape, work_tile, tile.out, row_max, sums);
     } else {
+      // The main loop has no registers left for it.
+      constexpr bool kHidesLane = Config::kMaySplit && Config::kCacheIs8Bit;
+      const int lane = (kHidesLane ? opaque(thread) : thread) % 32;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int head;
@@ -423,6 +425,18 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
   launch_with<Config>(p, shape, prefill_maps<Config>(p, shape), launch, stream);
 }
 
+// The kernel that may split, or the one that does not.
+template <typename Config>
+void launch_unmodified(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
+  constexpr int kHeadSize = Config::kHeadSize;
+  if constexpr (kHeadSize == 64 || kHeadSize == 128) {
+    using Splits = PrefillConfig<typename Config::T, kHeadSize, Config::kForm, false,
+                                 Config::kCacheIs8Bit, true>;
+    if (launch.workspace != nullptr) return launch_prefill_kernel<Splits>(p, launch, stream);
+  }
+  launch_prefill_kernel<Config>(p, launch, stream);
+}
+
 template <int kHeadSize>
 void PrefillSm90Kernels<kHeadSize>::launch(const PagedAttentionParams& p, KvForm form,
                                            const PrefillLaunch& launch, void* stream) {
@@ -434,20 +448,15 @@ void PrefillSm90Kernels<kHeadSize>::launch(const PagedAttentionParams& p, KvForm
       if constexpr (kHeadSize <= kMaxHeadSize8Bit && kForm != KvForm::kPackedBoxes) {
         if (size_of(p.kv.dtype) == 1) {
           using Config = PrefillConfig<T, kHeadSize, kForm, false, true>;
-          return launch_prefill_kernel<Config>(p, launch, stream);
+          return launch_unmodified<Config>(p, launch, stream);
         }
       }
       if (p.modifies_scores()) {
         using Config = PrefillConfig<T, kHeadSize, kForm, true, false>;
         return launch_prefill_kernel<Config>(p, launch, stream);
       }
-      if constexpr (kHeadSize == 64 || kHeadSize == 128) {
-        if (launch.workspace != nullptr) {
-          using Config = PrefillConfig<T, kHeadSize, kForm, false, false, true>;
-          return launch_prefill_kernel<Config>(p, launch, stream);
-        }
-      }
-      launch_prefill_kernel<PrefillConfig<T, kHeadSize, kForm, false, false>>(p, launch, stream);
+      using Config = PrefillConfig<T, kHeadSize, kForm, false, false>;
+      launch_unmodified<Config>(p, launch, stream);
     };
     if (form == KvForm::kPackedPages) {
       with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});
