@@ -58,10 +58,20 @@ def test_rows_of_decode(layout):
 
 
 @pytest.mark.parametrize("queries", [16, 32])
-def test_one_long_sequence(layout, queries):
-    """Equal lengths would not gain by splits. These may, and the launch is long."""
-    lens, shape = [12500, *23 * [300]], {"heads": 32, "kv_heads": 8}
-    check_shared(make(lens, 24 * [queries], layout=layout, **shape))
+@pytest.mark.parametrize("seqs", [24, 70])
+def test_one_long_sequence(layout, queries, seqs):
+    """Equal lengths would not gain by splits. Only the long sequence has them, at any place."""
+    for place in (0, seqs - 2):
+        lens = [40 + i for i in range(seqs)]
+        lens[place] = 9000
+        check_shared(make(lens, seqs * [queries], heads=32, kv_heads=8, layout=layout))
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4000}, {"causal": False}], ids=str)
+def test_classes(layout, options):
+    """Every class of lengths has its own number of splits. Query tokens are several tiles."""
+    lens = [1000 * i + 3 for i in range(1, 17)]
+    check_shared(make(lens, 16 * [130], layout=layout, **options))
 
 
 @pytest.mark.parametrize("length", [2047, 2048, 2049, 2175, 2176, 2177, 2559, 4095, 4096, 4097])
@@ -198,7 +208,7 @@ def test_8_bit_caches(layout, head_size, stored, dtype):
 
 
 def test_gathered_8_bit_caches(layout):
-    """From 1024 rows on the splits are of gathered keys."""
+    """Splits are of gathered keys: 1120 rows."""
     case = make([5000, 4100], [280, 280], stored=E4M3, layout=layout)
     assert "gathered" in case.explained() or not ON_HOPPER
     check_shared(case)

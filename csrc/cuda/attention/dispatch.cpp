@@ -135,8 +135,9 @@ bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
 }
 
 // Sets which K and V are gathered. The host has only a bound on the lengths. If they may not fit,
-// a second launch must be possible: only contiguous keys are gathered all or none.
-void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles,
+// a second launch must be possible: only contiguous keys are gathered all or none. Launches that
+// may split their tiles use one workspace, so they are all or none, too.
+void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles, bool splits,
                    AttentionChoice& choice) {
   if (!should_gather(p, sm90_obstacles)) return;
   const bool is_contiguous = p.key_start_loc != nullptr;
@@ -144,7 +145,8 @@ void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles,
   const int64_t room = kMaxGatherBytes / gather_bytes(p, 1);
   if (bound <= room) {
     choice.gathered_rows = bound;
-  } else if (!is_contiguous && sm90_obstacles == kNoObstacle) {
+  } else if (!is_contiguous && sm90_obstacles == kNoObstacle && !splits &&
+             int64_t{p.max_query_len} * group_of(p) >= kManyGatherRows) {
     choice.gathered_rows = room;
     choice.gathers_some = true;
   }
@@ -164,27 +166,52 @@ bool can_split(const PagedAttentionParams& p, bool has_8_bit_products) {
          !is_mixed(p);
 }
 
-// Whether that may pay. The device decides by the lengths, of which the host has the longest. Equal
-// ones may gain, and so may unequal ones in a long launch. Of contiguous keys only the sum is
-// known.
-bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device) {
-  const int64_t seqs = std::max(1, p.num_seqs), tokens = (p.num_tokens + seqs - 1) / seqs;
-  const int64_t blocks = (tokens * group_of(p) + kPrefillTileRows - 1) / kPrefillTileRows;
-  const auto tiles = static_cast<float>(seqs * blocks * p.kv.num_kv_heads);
-  const auto ctas = static_cast<float>(device.num_sms);
+// Work tiles of a batch and the tokens that the widest may see, as the host estimates them. Of
+// contiguous keys only the sum of the lengths is known.
+struct PrefillWork {
+  float tiles, tiles_of_longest, widest;
+};
+PrefillWork prefill_work(const PagedAttentionParams& p) {
+  const int64_t seqs = std::max(1, p.num_seqs);
+  const auto tiles_of = [&](int64_t query_len) {
+    const int64_t rows = query_len * group_of(p);
+    return (rows + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
+  };
   auto widest = static_cast<float>(p.max_seq_len);
   if (p.key_start_loc != nullptr) widest /= static_cast<float>(std::min<int64_t>(seqs, kSkew));
   if (p.sliding_window > 0) widest = std::min(widest, p.sliding_window + float{kPrefillTileRows});
+  return {static_cast<float>(seqs * tiles_of((p.num_tokens + seqs - 1) / seqs)),
+          static_cast<float>(tiles_of(p.max_query_len)), widest};
+}
+
+// Whether splits may pay. The device decides by the lengths, of which the host has the longest.
+// Equal ones may gain. So may unequal ones if the longest is long, but its tiles are too few for
+// all SMs.
+bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device) {
+  const auto [tiles, tiles_of_longest, widest] = prefill_work(p);
+  const auto ctas = static_cast<float>(device.num_sms);
   const float whole = split_time(tiles, widest, widest, 1, ctas);
+  if (p.num_seqs > 1 && whole >= kTimeOfUnequalSplits && widest >= kUnequalTokens &&
+      tiles <= kUnequalRounds * ctas && 2 * tiles_of_longest <= ctas) {
+    return true;
+  }
   const int slot_rows = p.max_query_len * group_of(p) <= 64 ? 64 : kPrefillTileRows;
   const auto slots = static_cast<float>(prefill_slots(slot_rows, p.head_size() <= 64 ? 64 : 128));
-  if (seqs > 1 && whole >= kTimeOfUnequalSplits && 2 * tiles <= slots) return true;
   for (int splits = 2; splits <= kMaxPrefillSplits && splits * kMinPrefillSplitTokens <= widest;
        ++splits) {
     if (tiles * splits > slots) break;
     if (split_time(tiles, widest, widest, splits, ctas) < kWorthSplitting * whole) return true;
   }
   return false;
+}
+
+// Whether prefill sm90 with splits is faster than decode over an 8-bit cache, with 16-bit queries.
+// It gathers keys first, or dequantizes them for each work tile.
+bool splits_beat_decode(const PagedAttentionParams& p, const DeviceModel& device, bool gathers) {
+  const auto [tiles, _, widest] = prefill_work(p);
+  return (gathers && int64_t{p.max_query_len} * group_of(p) >= kRowsOf8BitSplits) ||
+         (tiles <= kTilesOf8BitSplits &&
+          tiles * widest <= kTokensOf8BitSplits * static_cast<float>(device.num_sms));
 }
 
 // Reasons to run decode where both kinds of kernel could run. `splits`: prefill sm90 can split its
@@ -396,20 +423,23 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
     return choice;
   };
   if (p.sparse.on() || obstacles != kNoObstacle) return few_rows();
+  AttentionChoice choice;
+  choose_gather(p, sm90, splits, choice);
   if (decode == kNoObstacle) {
     // Short sequences are not split, but also take less time than in decode. Over 8-bit caches K
     // and V are copied or dequantized first, which costs more than that gains.
-    obstacles |= prefers_decode(p, device, size_of(p.kv.dtype) > 1 ? can : splits);
+    const bool is_16_bit = size_of(p.kv.dtype) > 1;
+    const bool beats =
+        has_8_bit_products || splits_beat_decode(p, device, choice.gathered_rows > 0);
+    obstacles |= prefers_decode(p, device, is_16_bit ? can : splits && beats);
     if (obstacles != kNoObstacle) return few_rows();
   }
-  AttentionChoice choice;
-  choose_gather(p, sm90, choice);
   if (sm90 == kNoObstacle || choice.gathered_rows > 0) {
     choice.main = {.kernel = AttentionKernel::kPrefillSm90,
                    .form = choice.gathered_rows > 0 ? KvForm::kSwizzledRows : prefill_form(p.kv),
                    .padded_head_size = padded_for_prefill(p.head_size()),
                    .grid = {.x = device.num_sms}};
-    choice.may_split = splits && !choice.gathers_some;
+    choice.may_split = splits;
   } else {
     const uint32_t sm80 = prefill_sm80_obstacles(p);
     choice.main = {

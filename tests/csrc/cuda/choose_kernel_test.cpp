@@ -353,6 +353,7 @@ TEST(ChooseKernel, OnlyWholeBatchesAreSplit) {
       EXPECT_TRUE(choice.main.padded_head_size == 64 || choice.main.padded_head_size == 128)
           << call.name;
       EXPECT_FALSE(choice.has_concurrent_decode) << call.name;
+      EXPECT_FALSE(choice.gathers_some) << call.name;
       EXPECT_FALSE(call.params.modifies_scores()) << call.name;
       EXPECT_EQ(call.params.fixed_split_size, 0) << call.name;
     }
@@ -407,10 +408,14 @@ TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
   p.kv.dtype = DType::kFp8E4M3;
   set_strides(p.kv);
   EXPECT_FALSE(is_prefill(p));
-  p = few_tiles(10000);
-  p.kv.dtype = DType::kFp8E4M3;
-  set_strides(p.kv);
-  EXPECT_TRUE(is_prefill(p));
+  for (const int tokens : {5000, 10000}) {  // decode is faster over many keys
+    p = few_tiles(tokens);
+    p.kv.dtype = DType::kFp8E4M3;
+    set_strides(p.kv);
+    p.num_seqs = 3;
+    p.num_tokens = 3 * 64;
+    EXPECT_EQ(is_prefill(p), tokens == 5000);
+  }
   p = few_tiles(1000);
   p.kv.head_size = 96;
   set_strides(p.kv);

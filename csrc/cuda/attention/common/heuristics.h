@@ -72,9 +72,18 @@ constexpr int kMinPrefillSplitTokens = 512, kMaxPrefillSplits = 32;
 // Contiguous keys, whose sum alone the host knows: a sequence counts as an equal share of all
 // tokens, or as an eighth of them, if that is longer. (No row.)
 constexpr int kSkew = 8;
-// The estimated time, in tokens, from which kernels that split serve several sequences. They may
-// cost 2 us, and gain if lengths differ. (prefill/splits.md, ragged16: 155 to 113 us.)
-constexpr float kTimeOfUnequalSplits = 12000.0f;
+// Kernels that may split also serve several sequences, since lengths may differ. They cost 2 us. So
+// the estimated time, in tokens, and the longest sequence have a minimum, and the work tiles of an
+// SM a maximum. (prefill/splits.md, 16 x 16, one of 11,000 tokens, others of 300: 98 to 31 us;
+// 16x32_on_4k, an estimate of 4428: 75 us, 77 with such a kernel.)
+constexpr float kTimeOfUnequalSplits = 5500.0f, kUnequalTokens = 3000.0f, kUnequalRounds = 8.0f;
+// Splits over 8-bit caches with 16-bit queries are faster than decode up to so many estimated
+// tokens of a CTA and so many work tiles, or from so many rows of a sequence on, if keys are
+// gathered. (prefill/splits.md, 1x128_on_8k_fp8, 32 tiles, 2017 tokens: 69 to 60 us;
+// 2x128_on_8k_fp8, 4034 tokens: 96 to 102; 8x32_on_4k_fp8, 64 tiles: 61 to 71; 1x200_on_8k_fp8, 800
+// rows: 93 to 84.)
+constexpr float kTokensOf8BitSplits = 2020.0f, kTilesOf8BitSplits = 48.0f;
+constexpr int kRowsOf8BitSplits = 768;
 
 // Prefill sm90: the estimated time of `tiles` work tiles if each is split, in tokens of a CTA.
 // `average` and `widest`: tokens of a tile.
@@ -84,6 +93,17 @@ VLLM_KERNELS_HOST_DEVICE inline float split_time(float tiles, float average, flo
   const float by_rounds = ceilf(tiles * splits / ctas) * (average / splits + end);
   const float by_longest = widest / splits + end;
   return by_rounds > by_longest ? by_rounds : by_longest;
+}
+
+// The same if lengths differ. The longest tiles have `splits`, and shorter ones fewer, so there are
+// `items`. Long ones come first, so half an average one is left over. `tokens`: of all tiles.
+VLLM_KERNELS_HOST_DEVICE inline float unequal_split_time(float items, float tokens, float widest,
+                                                         float splits, float ctas) {
+  const float of_splits = splits > 1.0f ? kSplitEndTokens : 0.0f;
+  const float by_work =
+      (tokens + items * 2 * kEndTokens) / ctas + 0.5f * (tokens / items) + of_splits;
+  const float by_longest = widest / splits + 2 * kEndTokens + of_splits;
+  return by_work > by_longest ? by_work : by_longest;
 }
 
 // Prefill sm90: work tiles of an SM from which on memory is busy, if each reads pages of its own.
@@ -112,9 +132,12 @@ constexpr float kReadShareOfBus = 0.854f;
 // (prefill/mixed_batches.md, f_mix60_1k: 258 us. No row for either value.)
 constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
 
-// Prefill sm90: from so many query rows of a sequence on, an 8-bit cache is gathered to 16-bit keys
-// first. (prefill/any_shape.md, H100, NHD e4m3, 4 sequences on 8k: 1024 rows 362 to 294 us.)
-constexpr int kGatherRows = 1024;
+// Prefill sm90: from so many query rows of a sequence on, K and V are gathered to 16-bit keys
+// first. The first: 8-bit caches of heads above 64 that are not in layout vllm, if all sequences
+// fit. (prefill/splits.md, 4x128_on_4k_fp8, 512 rows: NHD 102 to 96 us, layout vllm 101 to 110,
+// heads of 64 66 to 86.) The second: others that prefill sm90 reads slowly or not at all.
+// (prefill/any_shape.md, H100, NHD e4m3, 4 sequences on 8k, 1024 rows: 362 to 294 us.)
+constexpr int kGatherRows = 512, kManyGatherRows = 1024;
 // The same for 16-bit rows of NHD and HND that begin within a sector of 32 bytes. (No row. With
 // 4096 rows it loses: any_shape.md, d72_8x1k 136 to 155 us.)
 constexpr int kGatherSlowRows = 16384;
@@ -122,7 +145,10 @@ constexpr int kGatherSlowRows = 16384;
 // on 4k: 256 rows 335 to 198 us; 128 rows take 145 us.)
 constexpr int kGatherRowsOfInt4 = 256;
 inline int gather_rows(const PagedKv& kv) {
-  return values_of(kv.dtype) > 1 ? kGatherRowsOfInt4 : kGatherRows;
+  if (values_of(kv.dtype) > 1) return kGatherRowsOfInt4;
+  const bool gathers_few =
+      size_of(kv.dtype) == 1 && kv.layout != KvLayout::kVllm && kv.head_size > 64;
+  return gathers_few ? kGatherRows : kManyGatherRows;
 }
 // Prefill sm90: from so many query rows of a sequence on, e4m3 queries are multiplied in 8 bits.
 // (prefill/fp8_queries.md, 300x96_fp8: 384 rows 422 to 232 us.)

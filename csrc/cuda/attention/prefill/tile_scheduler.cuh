@@ -6,7 +6,8 @@
 // the next one from a counter.
 //
 // Splits (sm90): where few or unequal tiles would leave SMs without work, several CTAs share the
-// keys of a tile (sm90/combine_splits.cuh). The number of splits follows from the batch.
+// keys of a tile (sm90/combine_splits.cuh). A work item is a tile or a split of one. The number of
+// a tile's splits follows from the batch and from the tile's class, see below.
 //
 // Order of tiles:
 // - KV heads come in sections. The pages of a section stay in L2 while all its tiles read them.
@@ -56,16 +57,11 @@ struct PrefillTile {
   uint32_t slot;           // of split 0
 };
 
-// Work tiles, and the number of splits that each may have.
-struct SplitCounts {
-  uint32_t tiles, splits;
-};
-
 // Where CTAs that share a work tile leave their results. `slots`: room for so many.
 struct PrefillSplits {
   SplitPartials partials = {};
-  SplitCounts* counts = nullptr;
-  PrefillTile* tiles = nullptr;  // [slots / 2], split 0 of each work tile
+  uint32_t* num_tiles = nullptr;  // work tiles of classes that are split
+  PrefillTile* tiles = nullptr;   // [slots / 2], split 0 of each of them
   uint32_t slots = 0;
 };
 
@@ -78,7 +74,7 @@ PrefillSplits prefill_splits(const DecodeWorkspace& workspace, int rows) {
   const int64_t slots = prefill_slots(rows, kHeadSize);
   const SplitPartials& partials = workspace.by_semaphore;
   char* end = reinterpret_cast<char*>(partials.out) + slots * rows * 4 * kHeadSize;
-  return {partials, reinterpret_cast<SplitCounts*>(end),
+  return {partials, reinterpret_cast<uint32_t*>(end),
           reinterpret_cast<PrefillTile*>(end + kCountBytes), static_cast<uint32_t>(slots)};
 }
 
@@ -150,34 +146,43 @@ __device__ __forceinline__ int token_of_row(const PrefillShape& shape, const Pre
 template <int kHeadSize, int kTileRows, int kTokens, bool kMaySplit, bool kOnlyPages>
 class PrefillTileScheduler {
  public:
-  // All lanes of a warp.
-  __device__ __forceinline__ void build(const PagedAttentionParams& p, const PrefillShape& shape,
-                                        int lane) {
-    uint32_t row_blocks = 0, longest = 0;
+  // All lanes of a warp. Returns the number of work tiles in classes that are split.
+  __device__ __forceinline__ uint32_t build(const PagedAttentionParams& p,
+                                            const PrefillShape& shape, int lane) {
+    uint32_t row_blocks = 0, longest = 0, shortest = UINT32_MAX;
     float tokens = 0.0f, others = 0.0f;  // visible to work tiles; read by the other launch
-    const float window = p.sliding_window > 0 ? p.sliding_window : kMaxWindowRight;
+    const float window = PrefillTileScheduler::window(p);
 #pragma unroll 1
     for (int round = 0; round < rounds_of(p); ++round) {
       load(p, shape, round, lane);
       row_blocks += row_blocks_;
       if (row_blocks_ > 0) {
         longest = max(longest, static_cast<uint32_t>(seq_len_));
+        if (kMaySplit) shortest = min(shortest, first_block_end(shape));
         const float visible = fminf(seq_len_ - 0.5f * query_len_, window + tile_rows(shape));
         tokens += row_blocks_ * (visible + kTokens + kEndTokens);
       } else if (query_len_ > 0) {
         others += fminf(seq_len_, window);
       }
     }
-    num_tiles_ = __reduce_add_sync(0xffffffffu, row_blocks) * p.kv.num_kv_heads;
+    num_items_ = __reduce_add_sync(0xffffffffu, row_blocks) * p.kv.num_kv_heads;
     longest_ = __reduce_max_sync(0xffffffffu, longest);
     num_ctas_ = gridDim.x;
     // No launch that may split has a concurrent one.
     if (!kMaySplit && shape.has_concurrent_launch) {
       choose_ctas(shape, lane_sum(tokens), lane_sum(others));
     }
-    if (kMaySplit && shape.splits.slots >= 2 * num_tiles_ && num_tiles_ > 0) {
-      const float widest = fminf(longest_, window + tile_rows(shape));
-      choose_splits(shape, lane_sum(tokens) * p.kv.num_kv_heads, widest, lane);
+    uint32_t split_tiles = 0;
+    if (kMaySplit) {
+      shortest = __reduce_min_sync(0xffffffffu, shortest);
+      const bool one_class = longest_ - shortest < class_tokens();
+      if (num_items_ > 0 && !(one_class && 2 * num_items_ > shape.splits.slots)) {
+        const uint32_t tiles =
+            one_class ? (lane == 0 ? num_items_ : 0) : tiles_of_class(p, shape, lane);
+        split_tiles =
+            choose_splits(p, shape, tiles, one_class, lane_sum(tokens) * p.kv.num_kv_heads, lane);
+      }
+      slots_before_ = entries_before_ = 0;
     }
     before_ = 0;
     if (one_round(p)) {
@@ -190,34 +195,32 @@ class PrefillTileScheduler {
       section_heads_ = 1;
       row_blocks_ = 0;
     }
+    return split_tiles;
   }
 
-  // Work tiles, each counted as often as it may be split.
-  __device__ __forceinline__ uint32_t num_tiles() const { return num_tiles_ * splits_; }
-  __device__ __forceinline__ SplitCounts counts() const { return {num_tiles_, splits_}; }
+  __device__ __forceinline__ uint32_t num_items() const { return num_items_; }
+  // Of the last tile, in PrefillSplits::tiles, or -1. Lane 0.
+  __device__ __forceinline__ int entry() const { return entry_; }
   // CTAs that take work tiles.
   __device__ __forceinline__ uint32_t num_ctas() const { return kMaySplit ? gridDim.x : num_ctas_; }
 
-  // Writes tile `index` to `work_tile`. Indices rise from call to call. All lanes of a warp.
-  // Returns false if a short tile has fewer splits than others, and this is none.
+  // Writes work item `index` to `work_tile`. Indices rise from call to call. All lanes of a warp.
+  // Returns false if a short tile has fewer splits than others of its class, and this is none.
   __device__ __forceinline__ bool get_tile(const PagedAttentionParams& p, const PrefillShape& shape,
                                            uint32_t index, int lane, PrefillTile& work_tile) {
-    const uint32_t all = index;
-    if (kMaySplit) index = divide(all, splits_);
-    const uint32_t split = kMaySplit ? all - index * splits_ : 0;
 #pragma unroll 1
     for (;;) {
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
-      // The lane's blocks of rows [first, end) belong to this class, by their last visible token.
-      const int class_tokens = longest_ / kPrefillClasses + 1;  // positions of a class
-      const int until = longest_ - class_ * class_tokens;
-      const int end = blocks_until(shape, until);
-      const int first =
-          class_ + 1 < kPrefillClasses ? blocks_until(shape, until - class_tokens) : 0;
+      const auto [first, end] = blocks_of_class(shape, class_);
       const uint32_t lane_tiles = (end - first) * heads;
       const uint32_t class_tiles = __reduce_add_sync(0xffffffffu, lane_tiles);
-      if (index - before_ >= class_tiles) {
-        before_ += class_tiles;
+      const uint32_t splits = kMaySplit ? splits_of_class(p, shape, class_, splits_) : 1;
+      if (index - before_ >= class_tiles * splits) {
+        before_ += class_tiles * splits;
+        if (kMaySplit && splits > 1) {
+          slots_before_ += class_tiles * splits;
+          entries_before_ += class_tiles;
+        }
         ++class_;
         if (__any_sync(0xffffffffu, first > 0)) continue;  // later classes have blocks
         class_ = 0;
@@ -230,10 +233,12 @@ class PrefillTileScheduler {
         start_round(p, shape);
         continue;
       }
+      const uint32_t item = index - before_;
+      const uint32_t tile = kMaySplit ? divide(item, splits) : item;
       const uint32_t sum = inclusive_sum(lane_tiles);
-      const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < sum)) - 1;
+      const int owner = __ffs(__ballot_sync(0xffffffffu, tile < sum)) - 1;
       const auto of_owner = [&](int value) { return __shfl_sync(0xffffffffu, value, owner); };
-      const int local = static_cast<int>(index - before_) - of_owner(sum - lane_tiles);
+      const int local = static_cast<int>(tile) - of_owner(sum - lane_tiles);
       const int last_block = of_owner(end) - 1, row_blocks = last_block + 1 - of_owner(first);
       const int head = divide(local, row_blocks);
       const int query_len = of_owner(query_len_), position = of_owner(seq_len_) - query_len;
@@ -248,7 +253,11 @@ class PrefillTileScheduler {
         work_tile.position = position;
         work_tile.first_key = first_key;
         find_keys(p, shape, query_len, work_tile);
-        if (kMaySplit) is_there = take_split(index * splits_, split, work_tile);
+        if (kMaySplit) {
+          entry_ = splits > 1 ? static_cast<int>(entries_before_ + tile) : -1;
+          work_tile.slot = slots_before_ + tile * splits;
+          is_there = take_split(splits, item - tile * splits, work_tile);
+        }
       }
       return !kMaySplit || __shfl_sync(0xffffffffu, is_there, 0);
     }
@@ -279,16 +288,15 @@ class PrefillTileScheduler {
     // At least one, so that every output row is written.
     work_tile.tiles = max(0, work_tile.end - 1) / kTokens - work_tile.first_tile + 1;
   }
-  // Leaves of a tile's KV tiles those of its split `split`. Returns false if it has fewer splits.
-  __device__ __forceinline__ bool take_split(uint32_t slot, int split,
-                                             PrefillTile& work_tile) const {
+  // Leaves of a tile's KV tiles those of its split `split`, one of at most `splits`. Returns false
+  // if it has fewer.
+  static __device__ __forceinline__ bool take_split(int splits, int split, PrefillTile& work_tile) {
     const int all = work_tile.tiles;
     const int most = max(1, all * kTokens / kMinPrefillSplitTokens);
-    const int wanted = min(static_cast<int>(splits_), most);
+    const int wanted = min(splits, most);
     const int tiles = divide(all + wanted - 1, wanted);
     work_tile.splits = divide(all + tiles - 1, tiles);
     work_tile.split = split;
-    work_tile.slot = slot;
     if (split >= work_tile.splits) return false;
     if (work_tile.splits == 1) return true;
     work_tile.first_tile += split * tiles;
@@ -328,6 +336,24 @@ class PrefillTileScheduler {
         min(heads, static_cast<int>(fminf(bytes * heads / shape.section_bytes, 1e6f)) + 1);
     section_heads_ = (heads + sections - 1) / sections;
   }
+  // The lane's blocks of rows [first, end) of a class, by their last visible token.
+  struct RowBlocks {
+    int first, end;
+  };
+  __device__ __forceinline__ int class_tokens() const { return longest_ / kPrefillClasses + 1; }
+  __device__ __forceinline__ int class_end(int index) const {
+    return longest_ - index * class_tokens();
+  }
+  __device__ __forceinline__ RowBlocks blocks_of_class(const PrefillShape& shape, int index) const {
+    const int until = class_end(index), end = blocks_until(shape, until);
+    const bool is_last = index + 1 == kPrefillClasses;
+    return {is_last ? 0 : blocks_until(shape, until - class_tokens()), end};
+  }
+  // The last token that a row of the lane's first block sees, without a right window, plus 1.
+  __device__ __forceinline__ uint32_t first_block_end(const PrefillShape& shape) const {
+    const int tokens = static_cast<int>(shape.group_divisor.divide(tile_rows(shape)));
+    return seq_len_ - max(0, query_len_ - tokens);
+  }
   // The number of the lane's blocks of rows whose visible tokens are all below `until`.
   __device__ __forceinline__ int blocks_until(const PrefillShape& shape, int until) const {
     if (until >= seq_len_) return row_blocks_;
@@ -353,32 +379,83 @@ class PrefillTileScheduler {
     if (ctas < kAlmostAllCtas * gridDim.x) num_ctas_ = max(1, static_cast<int>(ctas));
   }
 
-  // Sets the number of splits that a tile may have. A lane estimates the time of as many splits as
-  // its number, in tokens of a CTA. `tokens`: of all tiles with their ends; `widest`: of one.
-  __device__ __forceinline__ void choose_splits(const PrefillShape& shape, float tokens,
-                                                float widest, int lane) {
+  // Lane i gets the number of work tiles of class i.
+  __device__ __forceinline__ uint32_t tiles_of_class(const PagedAttentionParams& p,
+                                                     const PrefillShape& shape, int lane) {
+    uint32_t blocks = 0;
+#pragma unroll 1
+    for (int round = 0; round < rounds_of(p); ++round) {
+      if (!one_round(p)) load(p, shape, round, lane);
+#pragma unroll 1
+      for (int index = 0; index < kPrefillClasses; ++index) {
+        const auto [first, end] = blocks_of_class(shape, index);
+        const uint32_t sum = __reduce_add_sync(0xffffffffu, end - first);
+        if (lane == index) blocks += sum;
+      }
+    }
+    return blocks * p.kv.num_kv_heads;
+  }
+
+  // The most splits of a tile of a class, if those of the longest tiles have `splits`.
+  __device__ __forceinline__ uint32_t splits_of_class(const PagedAttentionParams& p,
+                                                      const PrefillShape& shape, int index,
+                                                      uint32_t splits) const {
+    const float widest = widest_tile(p, shape), end = fminf(class_end(index), widest);
+    return min(splits, max(1, static_cast<int>(ceilf(__fdividef(splits * end, widest)))));
+  }
+  // Tokens that a tile may see.
+  __device__ __forceinline__ float widest_tile(const PagedAttentionParams& p,
+                                               const PrefillShape& shape) const {
+    return fminf(longest_, window(p) + tile_rows(shape));
+  }
+  static __device__ __forceinline__ float window(const PagedAttentionParams& p) {
+    return p.sliding_window > 0 ? p.sliding_window : kMaxWindowRight;
+  }
+
+  // Sets the number of splits that the longest tiles may have, and the number of work items. A lane
+  // estimates the time of as many splits as its number, in tokens of a CTA. `tiles`: of class
+  // `lane`. `tokens`: of all tiles with their ends. Returns the tiles of classes that are split.
+  __device__ __forceinline__ uint32_t choose_splits(const PagedAttentionParams& p,
+                                                    const PrefillShape& shape, uint32_t tiles,
+                                                    bool one_class, float tokens, int lane) {
     static_assert(kMaxPrefillSplits == 32);
-    const float splits = lane + 1, tiles = num_tiles_;
-    const float average = tokens / tiles - (kTokens + kEndTokens);
-    float time = split_time(tiles, average, widest, splits, gridDim.x);
-    const bool has_room =
-        tiles * splits <= shape.splits.slots && splits * kMinPrefillSplitTokens <= widest;
+    const uint32_t splits = lane + 1;
+    const float widest = widest_tile(p, shape);
+    uint32_t items = 0, slots = 0, split_tiles = 0;
+#pragma unroll 1
+    for (int index = 0; index < (one_class ? 1 : kPrefillClasses); ++index) {
+      const uint32_t of_class = __shfl_sync(0xffffffffu, tiles, index);
+      const uint32_t most = splits_of_class(p, shape, index, splits);
+      items += of_class * most;
+      slots += most > 1 ? of_class * most : 0;
+      split_tiles += most > 1 ? of_class : 0;
+    }
+    tokens -= num_items_ * (kTokens + kEndTokens);
+    float time = one_class ? split_time(num_items_, tokens / num_items_, widest, splits, gridDim.x)
+                           : unequal_split_time(items, tokens, widest, splits, gridDim.x);
+    const bool has_room = slots <= shape.splits.slots && splits * kMinPrefillSplitTokens <= widest;
     time = lane == 0 ? kWorthSplitting * time : has_room ? time : INFINITY;
     const uint32_t min_time = __reduce_min_sync(0xffffffffu, __float_as_uint(time));
-    splits_ = __ffs(__ballot_sync(0xffffffffu, __float_as_uint(time) == min_time));
+    const int best = __ffs(__ballot_sync(0xffffffffu, __float_as_uint(time) == min_time)) - 1;
+    splits_ = best + 1;
+    num_items_ = __shfl_sync(0xffffffffu, items, best);
+    return __shfl_sync(0xffffffffu, split_tiles, best);
   }
 
   uint32_t num_ctas_;
-  uint32_t splits_ = 1;
+  uint32_t splits_ = 1;  // that the longest tiles may have
+  int entry_;
   // of this lane's sequence in this round
   int seq_len_, first_key_, first_query_, query_len_, row_blocks_;
-  uint32_t num_tiles_;
+  uint32_t num_items_;
   int longest_;        // tokens
   int class_;          // of the last tile
   int first_head_;     // of the last tile's section
   int section_heads_;  // KV heads of a section
   int round_;          // of the last tile
-  uint32_t before_;    // tiles of the classes, sections and rounds before it
+  // Of the classes, sections and rounds before it:
+  uint32_t before_;                         // work items
+  uint32_t slots_before_, entries_before_;  // of classes that are split
 };
 
 }  // namespace vllm_kernels::cuda

@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const auto put_tile = [&](typename Shared::Scheduler& scheduler, uint32_t index, int slot) {
     const int lane = threadIdx.x % 32;
     Sm80Tile& work_tile = shared.work_tiles[slot];
-    if (index >= scheduler.num_tiles()) {
+    if (index >= scheduler.num_items()) {
       if (lane == 0) work_tile.seq = -1;
       return;
     }
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       // work tile visible to the other warps.
       if (tile == request_tile && threadIdx.x < 32) {
         typename Shared::Scheduler scheduler = shared.scheduler(threadIdx.x);
-        const uint32_t count = scheduler.num_tiles();
+        const uint32_t count = scheduler.num_items();
         uint32_t index = count;
         if (threadIdx.x == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
         put_tile(scheduler, __shfl_sync(0xffffffffu, index, 0), next_slot());

@@ -86,8 +86,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   launch_dependents();
   wait_for_primary_kernel();
   const PrefillSplits& all = shape.splits;
-  const auto [num_tiles, splits] = *all.counts;
-  if (splits == 1) return;
+  const uint32_t num_tiles = *all.num_tiles;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
   const int warpgroups = shape.rows / 64, chunks = split_shape.groups / kGroups;
   const int per_tile = warpgroups * chunks;

@@ -42,10 +42,10 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
   PrefillTileScheduler<Config::kHeadSize, Config::kRows, Config::kTokens, Config::kMaySplit,
                        Config::kForm != KvForm::kSwizzledRows>
       scheduler;
-  scheduler.build(p, shape, lane);
-  if (Config::kMaySplit && blockIdx.x == 0 && lane == 0) *shape.splits.counts = scheduler.counts();
+  const uint32_t split_tiles = scheduler.build(p, shape, lane);
+  if (Config::kMaySplit && blockIdx.x == 0 && lane == 0) *shape.splits.num_tiles = split_tiles;
   const uint32_t blocks = scheduler.num_ctas();
-  const uint32_t count = blockIdx.x < blocks ? scheduler.num_tiles() : 0;
+  const uint32_t count = blockIdx.x < blocks ? scheduler.num_items() : 0;
   uint32_t index = blockIdx.x;
   // The last atomicInc of the launch wraps the counter to 0.
   const auto next_index = [&] {
@@ -66,9 +66,9 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
       if (index >= count) work_tile.seq = -1;
       barrier_arrive(shared_address(&shared.tile_full[state.index]));
       // Consumers need not wait for this store.
-      const uint32_t splits = scheduler.counts().splits;
-      if (Config::kMaySplit && splits > 1 && index < count && work_tile.split == 0) {
-        shape.splits.tiles[index / splits] = work_tile;
+      const int entry = scheduler.entry();
+      if (Config::kMaySplit && index < count && entry >= 0 && work_tile.split == 0) {
+        shape.splits.tiles[entry] = work_tile;
       }
     }
     __syncwarp();

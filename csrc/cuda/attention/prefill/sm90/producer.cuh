@@ -4,6 +4,8 @@
 //
 // Early reads: none. Each producer warp waits for the primary kernel before its first read.
 #pragma once
+#include <type_traits>
+
 #include "cuda/attention/common/tensor_maps.cuh"
 #include "cuda/attention/prefill/sm90/mainloop.cuh"
 #include "cuda/base/launch.cuh"
@@ -20,6 +22,13 @@ struct PrefillMaps {
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
+// With a stride of 64 bytes, splits over 8-bit caches do not spill. An alignment of 64 bytes has
+// consumers read vectors, and costs them a fifth. (prefill/splits.md, 4x64_on_8k: 69 to 86 us.)
+struct PaddedTile : PrefillTile {
+  uint32_t padding;
+};
+static_assert(sizeof(PaddedTile) == 64);
+
 // Static shared memory of a CTA. full: the copies have landed; empty: all readers have released.
 template <typename Config>
 struct PrefillShared {
@@ -34,7 +43,8 @@ struct PrefillShared {
   uint32_t
       present_boxes[kKeyStages];  // bit i: box i of the stage's K has a valid page, or is masked
   float ordering_dummy[4 * Config::kConsumers];  // written only: see consume_tiles()
-  PrefillTile work_tiles[kPrefillQueue];         // seq < 0: no more
+  std::conditional_t<Config::kMaySplit && Config::kCacheIs8Bit, PaddedTile, PrefillTile>
+      work_tiles[kPrefillQueue];  // seq < 0: no more
 };
 
 // The next of kCount buffers in circular order, and the phase of its full barrier.
