@@ -161,6 +161,7 @@ def test_contiguous_keys(options):
     """Sequences of one token are tiles, too. One is empty, and one has more queries than keys."""
     for lens, queries in (
         ([4100, 3000], [64, 64]), ([9000, 40, 700], [1, 40, 3]), ([6000, 0, 5, 20], [64, 64, 9, 0]),
+        ([9000, 0], [64, 64]), ([9000, 8900, 3], [64, 64, 64]),
     ):  # fmt: skip
         check_varlen(make(lens, queries, layout="NHD"), **options)
     case = e4m3_case("cuda", [4100, 3000], [64, 64], query_scales(2), layout="NHD", **SIZES)

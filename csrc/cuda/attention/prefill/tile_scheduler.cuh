@@ -349,10 +349,11 @@ class PrefillTileScheduler {
     const bool is_last = index + 1 == kPrefillClasses;
     return {is_last ? 0 : blocks_until(shape, until - class_tokens()), end};
   }
-  // The last token that a row of the lane's first block sees, without a right window, plus 1.
+  // The last token that a row of the lane's first block sees, without a right window, plus 1. There
+  // may be more query tokens than keys.
   __device__ __forceinline__ uint32_t first_block_end(const PrefillShape& shape) const {
     const int tokens = static_cast<int>(shape.group_divisor.divide(tile_rows(shape)));
-    return seq_len_ - max(0, query_len_ - tokens);
+    return max(0, seq_len_ - max(0, query_len_ - tokens));
   }
   // The number of the lane's blocks of rows whose visible tokens are all below `until`.
   __device__ __forceinline__ int blocks_until(const PrefillShape& shape, int until) const {
