@@ -432,32 +432,6 @@ TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
   EXPECT_FALSE(is_prefill(p));
 }
 
-// The estimate is near the end of a list schedule, longest first, which a queue of CTAs computes.
-TEST(ChooseKernel, LaunchTimeIsThatOfAListSchedule) {
-  std::mt19937 random(5);
-  for (int i = 0; i < 1000; ++i) {
-    LaunchTime launch = {132.0f};
-    std::priority_queue<float, std::vector<float>, std::greater<>> free;
-    for (int cta = 0; cta < 132; ++cta) free.push(0.0f);
-    float end = 0.0f, tokens = 20000.0f;
-    for (int index = 0; index < 5; ++index) {
-      const int items = 1 + random() % (index == 0 ? 20 : 300);
-      tokens *= 0.3f + 0.6f * (random() % 1000) / 1000.0f;
-      launch.add(items, tokens);
-      for (int item = 0; item < items; ++item) {
-        const float until = free.top() + tokens + 2 * kEndTokens;
-        free.pop();
-        free.push(until);
-        end = std::max(end, until);
-      }
-    }
-    EXPECT_NEAR(launch.end / end, 1.0f, 0.2f) << end;
-  }
-  LaunchTime equal = {132.0f};
-  equal.add(265, 1000);
-  EXPECT_EQ(equal.end, 3 * (1000 + 2 * kEndTokens));
-}
-
 // An e4m3 query that is not multiplied in 8 bits takes the way of a 16-bit one.
 TEST(ChooseKernel, E4M3QueriesInSixteenBits) {
   alignas(16) static char memory[16];

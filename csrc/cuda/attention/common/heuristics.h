@@ -89,45 +89,19 @@ constexpr int kRowsOf8BitSplits = 768;
 // `average` and `widest`: tokens of a tile.
 VLLM_KERNELS_HOST_DEVICE inline float split_time(float tiles, float average, float widest,
                                                  float splits, float ctas) {
-  const float end = 2 * kEndTokens + (splits > 1.0f ? kSplitEndTokens : 0.0f);
-  const float by_rounds = ceilf(tiles * splits / ctas) * (average / splits + end);
-  const float by_longest = widest / splits + end;
-  return by_rounds > by_longest ? by_rounds : by_longest;
+  const float by_rounds = ceilf(tiles * splits / ctas) * (average / splits + 2 * kEndTokens);
+  const float by_longest = widest / splits + 2 * kEndTokens;
+  return (by_rounds > by_longest ? by_rounds : by_longest) +
+         (splits > 1.0f ? kSplitEndTokens : 0.0f);
 }
-
-// The same if lengths differ: CTAs take work items longest first, and each the next one when it is
-// free. CTAs that are equally busy are counted together. So there are two kinds, and the ends of
-// the busier ones are averaged. (prefill/splits.md)
-struct LaunchTime {
-  float ctas;
-  float early = 0.0f, late = 0.0f;  // when CTAs of the two kinds are free, in tokens
-  float num_early = ctas;
-  float end = 0.0f;  // of the launch
-
-  // Adds `items` items of `tokens` tokens each.
-  VLLM_KERNELS_HOST_DEVICE inline void add(float items, float tokens) {
-    const float time = tokens + 2 * kEndTokens;
-    while (items >= num_early) {
-      float rounds = floorf(items / num_early);
-      const bool has_late = num_early < ctas;
-      if (has_late) rounds = fminf(rounds, fmaxf(1.0f, ceilf((late - early) / time)));
-      items -= rounds * num_early;
-      early += rounds * time;
-      end = fmaxf(end, early);
-      if (has_late && early > late) {
-        const float was_late = late;
-        late = early;
-        early = was_late;
-        num_early = ctas - num_early;
-      }
-    }
-    if (items <= 0.0f) return;
-    const float num_late = ctas - num_early;
-    late = (late * num_late + (early + time) * items) / (num_late + items);
-    end = fmaxf(end, early + time);
-    num_early -= items;
-  }
-};
+// The same if lengths differ. The longest tiles have `splits`, and shorter ones fewer, so there are
+// `items`. Long ones come first, so half an average one is left over. `tokens`: of all tiles.
+VLLM_KERNELS_HOST_DEVICE inline float unequal_split_time(float items, float tokens, float widest,
+                                                         float splits, float ctas) {
+  const float by_work = (tokens + items * 2 * kEndTokens) / ctas + 0.5f * (tokens / items);
+  const float by_longest = widest / splits + 2 * kEndTokens;
+  return (by_work > by_longest ? by_work : by_longest) + (splits > 1.0f ? kSplitEndTokens : 0.0f);
+}
 
 // Prefill sm90: work tiles of an SM from which on memory is busy, if each reads pages of its own.
 // (prefill/splits.md, NHD: 1.45 tiles 211 to 207 us, 1.03 tiles 125 to 129.)

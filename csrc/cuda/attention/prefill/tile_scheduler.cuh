@@ -158,7 +158,7 @@ class PrefillTileScheduler {
       row_blocks += row_blocks_;
       if (row_blocks_ > 0) {
         longest = max(longest, static_cast<uint32_t>(seq_len_));
-        if (kMaySplit) shortest = min(shortest, mean_end(shape, 0, 1));
+        if (kMaySplit) shortest = min(shortest, first_block_end(shape));
         const float visible = fminf(seq_len_ - 0.5f * query_len_, window + tile_rows(shape));
         tokens += row_blocks_ * (visible + kTokens + kEndTokens);
       } else if (query_len_ > 0) {
@@ -177,10 +177,10 @@ class PrefillTileScheduler {
       shortest = __reduce_min_sync(0xffffffffu, shortest);
       const bool one_class = longest_ - shortest < class_tokens();
       if (num_items_ > 0 && !(one_class && 2 * num_items_ > shape.splits.slots)) {
-        ClassTiles tiles = {
-            num_items_, lane_sum(tokens) * p.kv.num_kv_heads - num_items_ * (kTokens + kEndTokens)};
-        if (!one_class) tiles = tiles_of_class(p, shape, lane);
-        split_tiles = choose_splits(p, shape, tiles, one_class ? 1 : kPrefillClasses, lane);
+        const uint32_t tiles =
+            one_class ? (lane == 0 ? num_items_ : 0) : tiles_of_class(p, shape, lane);
+        split_tiles =
+            choose_splits(p, shape, tiles, one_class, lane_sum(tokens) * p.kv.num_kv_heads, lane);
       }
       slots_before_ = entries_before_ = 0;
     }
@@ -349,12 +349,11 @@ class PrefillTileScheduler {
     const bool is_last = index + 1 == kPrefillClasses;
     return {is_last ? 0 : blocks_until(shape, until - class_tokens()), end};
   }
-  // The mean end of the tokens that the lane's blocks [first, end) see, without a right window.
-  // There may be more query tokens than keys.
-  __device__ __forceinline__ uint32_t mean_end(const PrefillShape& shape, int first,
-                                               int end) const {
+  // The last token that a row of the lane's first block sees, without a right window, plus 1. There
+  // may be more query tokens than keys.
+  __device__ __forceinline__ uint32_t first_block_end(const PrefillShape& shape) const {
     const int tokens = static_cast<int>(shape.group_divisor.divide(tile_rows(shape)));
-    return max(0, seq_len_ - query_len_ + min(query_len_, (first + end + 1) * tokens / 2));
+    return max(0, seq_len_ - max(0, query_len_ - tokens));
   }
   // The number of the lane's blocks of rows whose visible tokens are all below `until`.
   __device__ __forceinline__ int blocks_until(const PrefillShape& shape, int until) const {
@@ -381,30 +380,21 @@ class PrefillTileScheduler {
     if (ctas < kAlmostAllCtas * gridDim.x) num_ctas_ = max(1, static_cast<int>(ctas));
   }
 
-  struct ClassTiles {
-    uint32_t count;
-    float tokens;  // that all of them see
-  };
-  // Lane i gets the work tiles of class i.
-  __device__ __forceinline__ ClassTiles tiles_of_class(const PagedAttentionParams& p,
-                                                       const PrefillShape& shape, int lane) {
-    ClassTiles tiles = {};
+  // Lane i gets the number of work tiles of class i.
+  __device__ __forceinline__ uint32_t tiles_of_class(const PagedAttentionParams& p,
+                                                     const PrefillShape& shape, int lane) {
+    uint32_t blocks = 0;
 #pragma unroll 1
     for (int round = 0; round < rounds_of(p); ++round) {
       if (!one_round(p)) load(p, shape, round, lane);
 #pragma unroll 1
       for (int index = 0; index < kPrefillClasses; ++index) {
         const auto [first, end] = blocks_of_class(shape, index);
-        const uint32_t blocks = __reduce_add_sync(0xffffffffu, end - first);
-        const float visible = fminf(mean_end(shape, first, end), widest_tile(p, shape));
-        const float tokens = lane_sum((end - first) * visible);
-        if (lane == index) {
-          tiles.count += blocks * p.kv.num_kv_heads;
-          tiles.tokens += tokens * p.kv.num_kv_heads;
-        }
+        const uint32_t sum = __reduce_add_sync(0xffffffffu, end - first);
+        if (lane == index) blocks += sum;
       }
     }
-    return tiles;
+    return blocks * p.kv.num_kv_heads;
   }
 
   // The most splits of a tile of a class, if those of the longest tiles have `splits`.
@@ -425,30 +415,27 @@ class PrefillTileScheduler {
 
   // Sets the number of splits that the longest tiles may have, and the number of work items. A lane
   // estimates the time of as many splits as its number, in tokens of a CTA. `tiles`: of class
-  // `lane`. Returns the number of tiles in classes that are split.
+  // `lane`. `tokens`: of all tiles with their ends. Returns the tiles of classes that are split.
   __device__ __forceinline__ uint32_t choose_splits(const PagedAttentionParams& p,
-                                                    const PrefillShape& shape,
-                                                    const ClassTiles& tiles, int classes,
-                                                    int lane) {
+                                                    const PrefillShape& shape, uint32_t tiles,
+                                                    bool one_class, float tokens, int lane) {
     static_assert(kMaxPrefillSplits == 32);
     const uint32_t splits = lane + 1;
+    const float widest = widest_tile(p, shape);
     uint32_t items = 0, slots = 0, split_tiles = 0;
-    LaunchTime launch = {static_cast<float>(gridDim.x)};
 #pragma unroll 1
-    for (int index = 0; index < classes; ++index) {
-      const uint32_t count = __shfl_sync(0xffffffffu, tiles.count, index);
-      const float tokens = __shfl_sync(0xffffffffu, tiles.tokens, index);
-      if (count == 0) continue;
+    for (int index = 0; index < (one_class ? 1 : kPrefillClasses); ++index) {
+      const uint32_t of_class = __shfl_sync(0xffffffffu, tiles, index);
       const uint32_t most = splits_of_class(p, shape, index, splits);
-      launch.add(count * most, __fdividef(tokens, count * most));
-      items += count * most;
-      slots += most > 1 ? count * most : 0;
-      split_tiles += most > 1 ? count : 0;
+      items += of_class * most;
+      slots += most > 1 ? of_class * most : 0;
+      split_tiles += most > 1 ? of_class : 0;
     }
-    const bool has_room =
-        slots <= shape.splits.slots && splits * kMinPrefillSplitTokens <= widest_tile(p, shape);
-    float time = has_room ? launch.end + kSplitEndTokens : INFINITY;
-    if (lane == 0) time = kWorthSplitting * launch.end;
+    tokens -= num_items_ * (kTokens + kEndTokens);
+    float time = one_class ? split_time(num_items_, tokens / num_items_, widest, splits, gridDim.x)
+                           : unequal_split_time(items, tokens, widest, splits, gridDim.x);
+    const bool has_room = slots <= shape.splits.slots && splits * kMinPrefillSplitTokens <= widest;
+    time = lane == 0 ? kWorthSplitting * time : has_room ? time : INFINITY;
     const uint32_t min_time = __reduce_min_sync(0xffffffffu, __float_as_uint(time));
     const int best = __ffs(__ballot_sync(0xffffffffu, __float_as_uint(time) == min_time)) - 1;
     splits_ = best + 1;
