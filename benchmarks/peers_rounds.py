@@ -37,7 +37,25 @@ SHAPES = {
         for rows in (64, 128, 256, 512)
         for suffix, kv in (("", {}), ("_fp8", {"kv": "fp8"}))
     },
-}
+    # Few work tiles: NxQ_on_P has N sequences with Q new tokens on P cached ones.
+    **{
+        f"{count}x{new}_on_{cached}{suffix}": {"lens": (count, new, cached), **kv}
+        for count, new, cached in (
+            (1, 32, 8192), (1, 128, 8192), (1, 256, 30_000), (4, 16, 8192), (4, 32, 8192),
+            (8, 32, 4096), (32, 16, 4080),
+        )
+        for suffix, kv in (("", {}), ("_fp8", {"kv": "fp8"}))
+    },
+    # Unequal lengths.
+    "16x16_one_11k": {"qlens": [16] * 16, "kvlens": [11_000] + [300] * 15},
+    "16x16_one_6k": {"qlens": [16] * 16, "kvlens": [6000] + [300] * 15},
+    "16x16_half_8k": {"qlens": [16] * 16, "kvlens": [8000, 500] * 8},
+    "32x16_one_16k": {"qlens": [16] * 32, "kvlens": [16_000] + [1000] * 31},
+    "64x16_one_30k": {"qlens": [16] * 64, "kvlens": [30_000] + [1000] * 63},
+    "128x16_one_40k": {"qlens": [16] * 128, "kvlens": [40_000] + [600] * 127},
+    "4x64_unequal": {"qlens": [64] * 4, "kvlens": [20_000, 5000, 2000, 500]},
+    "3x128_unequal": {"qlens": [128] * 3, "kvlens": [30_000, 2000, 200]},
+}  # fmt: skip
 
 
 OURS = ("vllm", "NHD", "HND", "varlen")
@@ -112,8 +130,10 @@ def of_shapes(patterns: str, dtype: torch.dtype):
     shapes.vk = vllm_kernels
     rows = shapes.prefill_rows()
     for row, spec in SHAPES.items():
-        count, new, cached = spec.pop("lens", (8, 1024, 0))
-        rows[row] = {"qlens": [new] * count, "kvlens": [new + cached] * count, **spec}
+        if "qlens" not in spec:
+            count, new, cached = spec.pop("lens", (8, 1024, 0))
+            spec |= {"qlens": [new] * count, "kvlens": [new + cached] * count}
+        rows[row] = spec
     for row, spec in rows.items():
         if matches(row, patterns):
             page, window = spec.pop("page", 16), spec.pop("window", 0)
