@@ -214,7 +214,8 @@ class PrefillTileScheduler {
       const auto [first, end] = blocks_of_class(shape, class_);
       const uint32_t lane_tiles = (end - first) * heads;
       const uint32_t class_tiles = __reduce_add_sync(0xffffffffu, lane_tiles);
-      const uint32_t splits = kMaySplit ? splits_of_class(p, shape, class_, splits_) : 1;
+      const uint32_t splits =
+          kMaySplit && class_tiles > 0 ? splits_of_class(p, shape, class_, splits_) : 1;
       if (index - before_ >= class_tiles * splits) {
         before_ += class_tiles * splits;
         if (kMaySplit && splits > 1) {
@@ -426,6 +427,7 @@ class PrefillTileScheduler {
 #pragma unroll 1
     for (int index = 0; index < (one_class ? 1 : kPrefillClasses); ++index) {
       const uint32_t of_class = __shfl_sync(0xffffffffu, tiles, index);
+      if (of_class == 0) continue;
       const uint32_t most = splits_of_class(p, shape, index, splits);
       items += of_class * most;
       slots += most > 1 ? of_class * most : 0;
