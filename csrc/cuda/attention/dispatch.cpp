@@ -186,13 +186,17 @@ PrefillWork prefill_work(const PagedAttentionParams& p) {
 
 // Whether splits may pay. The device decides by the lengths, of which the host has the longest.
 // Equal ones may gain. So may unequal ones if the longest is long, but its tiles are too few for
-// all SMs.
-bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device) {
+// all SMs. The longest of contiguous keys is a guess. Over 8-bit ones that are dequantized, a wrong
+// guess costs 5%. (prefill/splits.md, c_b32_n4_fp8, contiguous: 170 to 178 us.)
+bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
+                     bool has_8_bit_products) {
   const auto [tiles, tiles_of_longest, widest] = prefill_work(p);
   const auto ctas = static_cast<float>(device.num_sms);
   const float whole = split_time(tiles, widest, widest, 1, ctas);
-  if (p.num_seqs > 1 && whole >= kTimeOfUnequalSplits && widest >= kUnequalTokens &&
-      tiles <= kUnequalRounds * ctas && 2 * tiles_of_longest <= ctas) {
+  const bool dequantizes = size_of(p.kv.dtype) == 1 && !has_8_bit_products;
+  const bool is_costly_guess = p.key_start_loc != nullptr && dequantizes;
+  if (!is_costly_guess && p.num_seqs > 1 && whole >= kTimeOfUnequalSplits &&
+      widest >= kUnequalTokens && tiles <= kUnequalRounds * ctas && 2 * tiles_of_longest <= ctas) {
     return true;
   }
   const int slot_rows = p.max_query_len * group_of(p) <= 64 ? 64 : kPrefillTileRows;
@@ -413,7 +417,7 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   const uint32_t tensor_cores = tensor_core_obstacles(p, device);
   const uint32_t sm90 = tensor_cores | prefill_sm90_obstacles(p, device);
   const bool can = sm90 == kNoObstacle && can_split(p, has_8_bit_products);
-  const bool splits = can && gains_by_splits(p, device);
+  const bool splits = can && gains_by_splits(p, device, has_8_bit_products);
   const uint32_t decode = tensor_cores | decode_obstacles(p);
   uint32_t obstacles = prefill_obstacles(p);
   const auto few_rows = [&]() -> AttentionChoice {
