@@ -9,7 +9,15 @@ import pytest
 import torch
 from fp8_query_cases import BF16, E4M3, check_varlen, e4m3_case, rows_of
 from helpers import assert_graph_replays, needs_cuda_library
-from paged_attention_cases import EIGHT_BITS, Case, check, make_case, per_head, query_scales
+from paged_attention_cases import (
+    EIGHT_BITS,
+    Case,
+    check,
+    make_case,
+    per_head,
+    query_scales,
+    with_token_scales,
+)
 from torch import Tensor
 
 import vllm_kernels
@@ -206,6 +214,14 @@ def test_8_bit_caches(layout, head_size, stored, dtype):
     for queries in (40, 200):
         check_shared(make([4100, 3000], 2 * [queries], dtype, **shape))
     check_shared(make([4100, 700], [64, 64], dtype, sliding_window=3000, **shape))
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_token_scales(layout, head_size):
+    """int8 with a scale for each token: producers apply it."""
+    for lens, queries in (([4100, 3000], [40, 40]), ([9000, 300, 40, 4000], 4 * [40])):
+        case = make(lens, queries, head_size=head_size, stored=torch.int8, layout=layout)
+        check_shared(with_token_scales(case))
 
 
 def test_gathered_8_bit_caches(layout):
