@@ -9,7 +9,7 @@
 //   7  scales of tokens, which sm80 lacks, where decode can                   decode
 //   8  anything else                                                          SIMT
 // e4m3 queries take the same way as 16-bit ones. Where 5 takes them, it may multiply in 8 bits
-// (dispatch_e4m3.cpp).
+// (dispatch_e4m3.cpp). It may split the keys of its work tiles (dispatch_splits.cpp).
 // After 5 and 6, a mixed batch gets a concurrent decode launch for its short sequences.
 // ../README.md has the same table with exact conditions. Thresholds are in heuristics.h.
 // KernelChoice::obstacles has the reasons against each faster kernel; dispatch_words.cpp puts them
@@ -23,6 +23,7 @@
 #include "cuda/attention/alignment.h"
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/workspace.h"
+#include "cuda/attention/dispatch_splits.h"
 
 namespace vllm_kernels::cuda {
 namespace {
@@ -164,58 +165,6 @@ bool can_split(const PagedAttentionParams& p, bool has_8_bit_products) {
   const int padded = has_8_bit_products ? kMaxHeadSizeFp8 : padded_for_prefill(p.head_size());
   return (padded == 64 || padded == 128) && !p.modifies_scores() && p.fixed_split_size <= 0 &&
          !is_mixed(p);
-}
-
-// Work tiles of a batch and the tokens that the widest may see, as the host estimates them. Of
-// contiguous keys only the sum of the lengths is known.
-struct PrefillWork {
-  float tiles, tiles_of_longest, widest;
-};
-PrefillWork prefill_work(const PagedAttentionParams& p) {
-  const int64_t seqs = std::max(1, p.num_seqs);
-  const auto tiles_of = [&](int64_t query_len) {
-    const int64_t rows = query_len * group_of(p);
-    return (rows + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
-  };
-  auto widest = static_cast<float>(p.max_seq_len);
-  if (p.key_start_loc != nullptr) widest /= static_cast<float>(std::min<int64_t>(seqs, kSkew));
-  if (p.sliding_window > 0) widest = std::min(widest, p.sliding_window + float{kPrefillTileRows});
-  return {static_cast<float>(seqs * tiles_of((p.num_tokens + seqs - 1) / seqs)),
-          static_cast<float>(tiles_of(p.max_query_len)), widest};
-}
-
-// Whether splits may pay. The device decides by the lengths, of which the host has the longest.
-// Equal ones may gain. So may unequal ones if the longest is long, but its tiles are too few for
-// all SMs. The longest of contiguous keys is a guess. Over 8-bit ones that are dequantized, a wrong
-// guess costs 5%. (prefill/splits.md, c_b32_n4_fp8, contiguous: 170 to 178 us.)
-bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
-                     bool has_8_bit_products) {
-  const auto [tiles, tiles_of_longest, widest] = prefill_work(p);
-  const auto ctas = static_cast<float>(device.num_sms);
-  const float whole = split_time(tiles, widest, widest, 1, ctas);
-  const bool dequantizes = size_of(p.kv.dtype) == 1 && !has_8_bit_products;
-  const bool is_costly_guess = p.key_start_loc != nullptr && dequantizes;
-  if (!is_costly_guess && p.num_seqs > 1 && whole >= kTimeOfUnequalSplits &&
-      widest >= kUnequalTokens && tiles <= kUnequalRounds * ctas && 2 * tiles_of_longest <= ctas) {
-    return true;
-  }
-  const int slot_rows = p.max_query_len * group_of(p) <= 64 ? 64 : kPrefillTileRows;
-  const auto slots = static_cast<float>(prefill_slots(slot_rows, p.head_size() <= 64 ? 64 : 128));
-  for (int splits = 2; splits <= kMaxPrefillSplits && splits * kMinPrefillSplitTokens <= widest;
-       ++splits) {
-    if (tiles * splits > slots) break;
-    if (split_time(tiles, widest, widest, splits, ctas) < kWorthSplitting * whole) return true;
-  }
-  return false;
-}
-
-// Whether prefill sm90 with splits is faster than decode over an 8-bit cache, with 16-bit queries.
-// It gathers keys first, or dequantizes them for each work tile.
-bool splits_beat_decode(const PagedAttentionParams& p, const DeviceModel& device, bool gathers) {
-  const auto [tiles, _, widest] = prefill_work(p);
-  return (gathers && int64_t{p.max_query_len} * group_of(p) >= kRowsOf8BitSplits) ||
-         (tiles <= kTilesOf8BitSplits &&
-          tiles * widest <= kTokensOf8BitSplits * static_cast<float>(device.num_sms));
 }
 
 // Reasons to run decode where both kinds of kernel could run. `splits`: prefill sm90 can split its

@@ -1,0 +1,64 @@
+// See dispatch_splits.h. The host knows no lengths: what it estimates here, the device decides
+// (prefill/tile_scheduler.cuh).
+#include "cuda/attention/dispatch_splits.h"
+
+#include <algorithm>
+
+#include "cuda/attention/common/heuristics.h"
+#include "cuda/attention/common/workspace.h"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+int64_t rows_of(const PagedAttentionParams& p, int64_t query_len) {
+  return query_len * (p.num_heads / p.kv.num_kv_heads);
+}
+
+// Work tiles of a batch and the tokens that the widest may see, as the host estimates them. Of
+// contiguous keys only the sum of the lengths is known.
+struct PrefillWork {
+  float tiles, tiles_of_longest, widest;
+};
+PrefillWork prefill_work(const PagedAttentionParams& p) {
+  const int64_t seqs = std::max(1, p.num_seqs);
+  const auto tiles_of = [&](int64_t query_len) {
+    return (rows_of(p, query_len) + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
+  };
+  auto widest = static_cast<float>(p.max_seq_len);
+  if (p.key_start_loc != nullptr) widest /= static_cast<float>(std::min<int64_t>(seqs, kSkew));
+  if (p.sliding_window > 0) widest = std::min(widest, p.sliding_window + float{kPrefillTileRows});
+  return {static_cast<float>(seqs * tiles_of((p.num_tokens + seqs - 1) / seqs)),
+          static_cast<float>(tiles_of(p.max_query_len)), widest};
+}
+
+}  // namespace
+
+bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
+                     bool has_8_bit_products) {
+  const auto [tiles, tiles_of_longest, widest] = prefill_work(p);
+  const auto ctas = static_cast<float>(device.num_sms);
+  const float whole = split_time(tiles, widest, widest, 1, ctas);
+  const bool dequantizes = size_of(p.kv.dtype) == 1 && !has_8_bit_products;
+  const bool is_costly = p.key_start_loc != nullptr && dequantizes;
+  if (!is_costly && p.num_seqs > 1 && whole >= kTimeOfUnequalSplits && widest >= kUnequalTokens &&
+      tiles <= kUnequalRounds * ctas && 2 * tiles_of_longest <= ctas) {
+    return true;
+  }
+  const int slot_rows = rows_of(p, p.max_query_len) <= 64 ? 64 : kPrefillTileRows;
+  const auto slots = static_cast<float>(prefill_slots(slot_rows, p.head_size() <= 64 ? 64 : 128));
+  for (int splits = 2; splits <= kMaxPrefillSplits && splits * kMinPrefillSplitTokens <= widest;
+       ++splits) {
+    if (tiles * splits > slots) break;
+    if (split_time(tiles, widest, widest, splits, ctas) < kWorthSplitting * whole) return true;
+  }
+  return false;
+}
+
+bool splits_beat_decode(const PagedAttentionParams& p, const DeviceModel& device, bool gathers) {
+  const auto [tiles, _, widest] = prefill_work(p);
+  return (gathers && rows_of(p, p.max_query_len) >= kRowsOf8BitSplits) ||
+         (tiles <= kTilesOf8BitSplits &&
+          tiles * widest <= kTokensOf8BitSplits * static_cast<float>(device.num_sms));
+}
+
+}  // namespace vllm_kernels::cuda
