@@ -108,7 +108,8 @@ def of_8_bit_queries(prepare):
 
 
 def with_8_bit_queries(candidates):
-    return candidates | {f"ours_q8_{name}": of_8_bit_queries(candidates[name]) for name in OURS}
+    ours = [name for name in OURS if name in candidates]
+    return candidates | {f"ours_q8_{name}": of_8_bit_queries(candidates[name]) for name in ours}
 
 
 def of_prefill(patterns: str, dtype: torch.dtype):
