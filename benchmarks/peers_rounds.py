@@ -130,7 +130,7 @@ def of_shapes(patterns: str, dtype: torch.dtype):
 
     shapes.vk = vllm_kernels
     rows = shapes.prefill_rows()
-    for row, spec in SHAPES.items():
+    for row, spec in copy.deepcopy(SHAPES).items():
         if "qlens" not in spec:
             count, new, cached = spec.pop("lens", (8, 1024, 0))
             spec |= {"qlens": [new] * count, "kvlens": [new + cached] * count}

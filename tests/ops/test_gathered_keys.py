@@ -1,7 +1,7 @@
 """Prompts whose K and V a GPU first gathers to contiguous keys of 16 bits.
 
-These are 8-bit caches and small pages from 1024 query rows a KV head on, and 16-bit rows of NHD and
-HND that begin within a sector of 32 bytes from 16384 on.
+These are 8-bit caches and small pages from 1024 query rows a KV head on, some 8-bit caches from 512
+on, and 16-bit rows of NHD and HND that begin within a sector of 32 bytes from 16384 on.
 
 The CPU gathers nothing. It runs smaller cases, for the same options.
 """

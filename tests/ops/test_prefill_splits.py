@@ -77,9 +77,15 @@ def test_one_long_sequence(layout, queries, seqs):
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4000}, {"causal": False}], ids=str)
 def test_classes(layout, options):
-    """Every class of lengths has its own number of splits. Query tokens are several tiles."""
+    """Every class of lengths has its own number of splits. Query tokens are two tiles."""
     lens = [1000 * i + 3 for i in range(1, 17)]
-    check_shared(make(lens, 16 * [130], layout=layout, **options))
+    check_shared(make(lens, 16 * [60], layout=layout, **options))
+
+
+def test_classes_of_several_rounds(layout):
+    """A warp counts and schedules 32 sequences at a time."""
+    lens = [500 + 220 * i for i in range(40)]
+    check_shared(make(lens, 40 * [40], layout=layout))
 
 
 @pytest.mark.parametrize("length", [2047, 2048, 2049, 2175, 2176, 2177, 2559, 4095, 4096, 4097])
@@ -176,6 +182,15 @@ def test_contiguous_keys(options):
     assert check_varlen(case, **options) == ON_HOPPER
 
 
+@pytest.mark.parametrize("stored", [E4M3, torch.int8])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_contiguous_8_bit_keys(head_size, stored):
+    """With 16-bit queries. Of 9 tokens one warpgroup has all rows."""
+    for queries in (9, 40):
+        shape = {"head_size": head_size, "stored": stored, "layout": "NHD"}
+        check_varlen(make([4100, 700, 3000], 3 * [queries], **shape))
+
+
 @pytest.mark.parametrize("group, queries", [(7, 50), (7, 9), (71, 50)])
 def test_other_groups(layout, group, queries):
     """They do not divide the rows of a tile, so no TMA box has its queries."""
@@ -211,7 +226,7 @@ def test_several_head_sizes_in_turn(layout):
 def test_8_bit_caches(layout, head_size, stored, dtype):
     """With 16-bit queries. Their producers dequantize the keys of a split."""
     shape = {"head_size": head_size, "stored": stored, "layout": layout}
-    for queries in (40, 200):
+    for queries in (40, 120):
         check_shared(make([4100, 3000], 2 * [queries], dtype, **shape))
     check_shared(make([4100, 700], [64, 64], dtype, sliding_window=3000, **shape))
 

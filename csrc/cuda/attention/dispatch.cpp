@@ -136,9 +136,8 @@ bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
 }
 
 // Sets which K and V are gathered. The host has only a bound on the lengths. If they may not fit,
-// a second launch must be possible: only contiguous keys are gathered all or none. Launches that
-// may split their tiles use one workspace, so they are all or none, too.
-void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles, bool splits,
+// a second launch must be possible: only contiguous keys are gathered all or none.
+void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles,
                    AttentionChoice& choice) {
   if (!should_gather(p, sm90_obstacles)) return;
   const bool is_contiguous = p.key_start_loc != nullptr;
@@ -146,7 +145,7 @@ void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles, bool 
   const int64_t room = kMaxGatherBytes / gather_bytes(p, 1);
   if (bound <= room) {
     choice.gathered_rows = bound;
-  } else if (!is_contiguous && sm90_obstacles == kNoObstacle && !splits &&
+  } else if (!is_contiguous && sm90_obstacles == kNoObstacle &&
              int64_t{p.max_query_len} * group_of(p) >= kManyGatherRows) {
     choice.gathered_rows = room;
     choice.gathers_some = true;
@@ -366,7 +365,6 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   const uint32_t tensor_cores = tensor_core_obstacles(p, device);
   const uint32_t sm90 = tensor_cores | prefill_sm90_obstacles(p, device);
   const bool can = sm90 == kNoObstacle && can_split(p, has_8_bit_products);
-  const bool splits = can && gains_by_splits(p, device, has_8_bit_products);
   const uint32_t decode = tensor_cores | decode_obstacles(p);
   uint32_t obstacles = prefill_obstacles(p);
   const auto few_rows = [&]() -> AttentionChoice {
@@ -377,7 +375,10 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   };
   if (p.sparse.on() || obstacles != kNoObstacle) return few_rows();
   AttentionChoice choice;
-  choose_gather(p, sm90, splits, choice);
+  choose_gather(p, sm90, choice);
+  // With 8-bit products nothing is gathered to 16 bits. Two launches that split were not timed.
+  const bool splits = can && (has_8_bit_products || !choice.gathers_some) &&
+                      gains_by_splits(p, device, has_8_bit_products);
   if (decode == kNoObstacle) {
     // Short sequences are not split, but also take less time than in decode. Over 8-bit caches K
     // and V are copied or dequantized first, which costs more than that gains.

@@ -40,8 +40,8 @@ bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
   const float whole = split_time(tiles, widest, widest, 1, ctas);
   const bool dequantizes = size_of(p.kv.dtype) == 1 && !has_8_bit_products;
   const bool is_costly = p.key_start_loc != nullptr && dequantizes;
-  if (!is_costly && p.num_seqs > 1 && whole >= kTimeOfUnequalSplits && widest >= kUnequalTokens &&
-      tiles <= kUnequalRounds * ctas && 2 * tiles_of_longest <= ctas) {
+  if (!is_costly && p.num_seqs > 1 && p.num_seqs <= kUnequalSeqs && whole >= kTimeOfUnequalSplits &&
+      widest >= kUnequalTokens && tiles <= kUnequalRounds * ctas && 2 * tiles_of_longest <= ctas) {
     return true;
   }
   const int slot_rows = rows_of(p, p.max_query_len) <= 64 ? 64 : kPrefillTileRows;

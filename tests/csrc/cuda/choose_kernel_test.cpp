@@ -16,21 +16,10 @@
 #include "cuda/attention/dispatch.h"
 #include "ops/upcast_query.h"
 
+#include "choose_kernel_cases.h"
+
 namespace vllm_kernels::cuda {
 namespace {
-
-struct NamedDevice {
-  const char* name;
-  DeviceModel model;
-};
-const NamedDevice kDevices[] = {
-    {"A100", {.num_sms = 108, .architecture = 80, .shared_memory_per_block = 166912}},
-    {"L40S", {.num_sms = 142, .architecture = 89, .shared_memory_per_block = 101376}},
-    {"H200",
-     {.num_sms = 132, .architecture = 90, .shared_memory_per_block = 232448, .has_wgmma = true}},
-    {"B200", {.num_sms = 148, .architecture = 100, .shared_memory_per_block = 232448}},
-    {"RTX5090", {.num_sms = 170, .architecture = 120, .shared_memory_per_block = 101376}},
-};
 
 class Draw {
  public:
@@ -53,31 +42,6 @@ struct Call {
 const char* name_of(KvLayout layout) {
   return layout == KvLayout::kVllm ? "vllm" : layout == KvLayout::kNHD ? "NHD" : "HND";
 }
-void set_strides(PagedKv& kv) {
-  const int64_t page = int64_t{kv.block_size} * kv.head_size;
-  kv.key_block_stride = kv.value_block_stride = page * kv.num_kv_heads;
-  if (kv.layout == KvLayout::kVllm) {
-    kv.x = 16 / size_of(kv.dtype);
-    kv.key_head_stride = kv.value_head_stride = page;
-    kv.key_token_stride = kv.x;
-    kv.key_chunk_stride = int64_t{kv.block_size} * kv.x;
-    kv.value_token_stride = 1;
-    kv.value_dim_stride = kv.block_size;
-    return;
-  }
-  const bool nhd = kv.layout == KvLayout::kNHD;
-  kv.x = kv.head_size;
-  kv.key_token_stride = nhd ? int64_t{kv.num_kv_heads} * kv.head_size : kv.head_size;
-  kv.key_head_stride = nhd ? kv.head_size : page;
-  kv.value_token_stride = kv.key_token_stride;
-  kv.value_head_stride = kv.key_head_stride;
-  kv.value_dim_stride = 1;
-}
-
-const void* at(uintptr_t address) {
-  return reinterpret_cast<const void*>(address);
-}
-
 Call draw_call(Draw& draw) {
   Call call;
   PagedAttentionParams& p = call.params;
@@ -359,77 +323,6 @@ TEST(ChooseKernel, OnlyWholeBatchesAreSplit) {
     }
   }
   EXPECT_GT(split, 100);
-}
-
-// 64 query tokens of each of 4 sequences: 64 work tiles for 132 SMs.
-PagedAttentionParams few_tiles(int64_t tokens, bool contiguous = false) {
-  PagedAttentionParams p = {};
-  p.scale = 0.1f;
-  p.dtype = p.kv.dtype = DType::kBFloat16;
-  p.kv.layout = KvLayout::kNHD;
-  p.kv.head_size = 128;
-  p.kv.block_size = 16;
-  p.kv.num_kv_heads = 8;
-  p.kv.num_blocks = 1000;
-  p.kv.key = const_cast<void*>(at(4096));
-  p.kv.value = const_cast<void*>(at(8192));
-  set_strides(p.kv);
-  p.num_heads = 32;
-  p.query_stride = p.out_stride = 32 * 128;
-  p.num_seqs = 4;
-  p.max_query_len = 64;
-  p.num_tokens = 4 * 64;
-  p.max_blocks_per_seq = 1000;
-  p.max_seq_len = contiguous ? 4 * tokens : tokens;
-  if (contiguous) p.key_start_loc = static_cast<const int32_t*>(at(64));
-  return p;
-}
-
-// Few work tiles of short sequences: prefill is faster than decode, though it splits none of them.
-// (prefill/splits.md, 4 sequences of 64 tokens on 1k.) Of contiguous keys the sum is known.
-TEST(ChooseKernel, ShortSequencesAreNoDecode) {
-  for (const bool contiguous : {false, true}) {
-    for (const int64_t tokens : {int64_t{100}, int64_t{1000}, int64_t{10000}}) {
-      const AttentionChoice choice =
-          choose_kernel(few_tiles(tokens, contiguous), kDevices[2].model);
-      EXPECT_EQ(choice.main.kernel, AttentionKernel::kPrefillSm90) << describe(choice);
-      EXPECT_EQ(choice.may_split, tokens == 10000) << describe(choice);
-    }
-  }
-}
-
-// The same where prefill cannot split, or has few rows.
-TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
-  const auto is_prefill = [](const PagedAttentionParams& p) {
-    return choose_kernel(p, kDevices[2].model).main.kernel == AttentionKernel::kPrefillSm90;
-  };
-  PagedAttentionParams p = few_tiles(1000);
-  EXPECT_TRUE(is_prefill(p));
-  p.kv.dtype = DType::kFp8E4M3;
-  set_strides(p.kv);
-  EXPECT_FALSE(is_prefill(p));
-  for (const int tokens : {5000, 10000}) {  // decode is faster over many keys
-    p = few_tiles(tokens);
-    p.kv.dtype = DType::kFp8E4M3;
-    set_strides(p.kv);
-    p.num_seqs = 3;
-    p.num_tokens = 3 * 64;
-    EXPECT_EQ(is_prefill(p), tokens == 5000);
-  }
-  p = few_tiles(1000);
-  p.kv.head_size = 96;
-  set_strides(p.kv);
-  EXPECT_FALSE(is_prefill(p));
-  p = few_tiles(1000);
-  p.max_query_len = 9;  // 36 rows
-  p.num_tokens = 4 * 9;
-  EXPECT_TRUE(is_prefill(p));
-  p.max_query_len = 8;
-  p.num_tokens = 4 * 8;
-  EXPECT_FALSE(is_prefill(p));
-  p = few_tiles(1000);
-  p.num_tokens = 3 * 64;  // a sequence may have a single token
-  EXPECT_FALSE(is_prefill(p));
 }
 
 // An e4m3 query that is not multiplied in 8 bits takes the way of a 16-bit one.

@@ -73,10 +73,12 @@ constexpr int kMinPrefillSplitTokens = 512, kMaxPrefillSplits = 32;
 // tokens, or as an eighth of them, if that is longer. (No row.)
 constexpr int kSkew = 8;
 // Kernels that may split also serve several sequences, since lengths may differ. They cost 2 us. So
-// the estimated time, in tokens, and the longest sequence have a minimum, and the work tiles of an
-// SM a maximum. (prefill/splits.md, 16 x 16, one of 11,000 tokens, others of 300: 98 to 31 us;
-// 16x32_on_4k, an estimate of 4428: 75 us, 77 with such a kernel.)
+// the estimated time, in tokens, and the longest sequence have a minimum. The work tiles of an SM
+// and the sequences, whose classes each CTA counts, have a maximum. (prefill/splits.md,
+// 16x16_one_11k: 98 to 31 us; 16x32_on_4k, an estimate of 4428: 75 us, 77 with such a kernel;
+// 128x16_one_40k: 379 to 152.)
 constexpr float kTimeOfUnequalSplits = 5500.0f, kUnequalTokens = 3000.0f, kUnequalRounds = 8.0f;
+constexpr int kUnequalSeqs = 128;
 // Splits over 8-bit caches with 16-bit queries are faster than decode up to so many estimated
 // tokens of a CTA and so many work tiles, or from so many rows of a sequence on, if keys are
 // gathered. (prefill/splits.md, 1x128_on_8k_fp8, 32 tiles, 2017 tokens: 69 to 60 us;

@@ -44,7 +44,7 @@ inline int workspace_slots(int row_shift, int head_size) {
       std::min(int64_t{kMaxDecodeSlots}, workspace_rows(head_size) >> row_shift));
 }
 // The same for prefill sm90, whose tiles have `rows` rows. The room of one more slot holds
-// SplitCounts and the tiles.
+// PrefillSplits::num_tiles and ::tiles.
 constexpr int64_t prefill_slots(int rows, int head_size) {
   return workspace_rows(head_size) / rows - 1;
 }

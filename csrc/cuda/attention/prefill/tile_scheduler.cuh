@@ -6,8 +6,9 @@
 // the next one from a counter.
 //
 // Splits (sm90): where few or unequal tiles would leave SMs without work, several CTAs share the
-// keys of a tile (sm90/combine_splits.cuh). A work item is a tile or a split of one. The number of
-// a tile's splits follows from the batch and from the tile's class, see below.
+// keys of a tile (sm90/combine_splits.cuh). A work item is a tile or a split of one. The longest
+// tiles of a batch have n splits. Those of a class that ends at token e of the longest one's L have
+// n e / L, rounded up, but none of fewer than kMinPrefillSplitTokens.
 //
 // Order of tiles:
 // - KV heads come in sections. The pages of a section stay in L2 while all its tiles read them.
@@ -22,6 +23,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/scheduling.cuh"
@@ -53,15 +55,17 @@ struct PrefillTile {
   int begin, end;              // tokens visible to any row
   int whole_begin, whole_end;  // tokens visible to every row
   int first_tile, tiles;
-  uint16_t splits, split;  // of the tile, and which of them this is
-  uint32_t slot;           // of split 0
+};
+struct SplitTile : PrefillTile {  // of sm90
+  uint16_t splits, split;         // of the tile, and which of them this is
+  uint32_t slot;                  // of split 0
 };
 
 // Where CTAs that share a work tile leave their results. `slots`: room for so many.
 struct PrefillSplits {
   SplitPartials partials = {};
   uint32_t* num_tiles = nullptr;  // work tiles of classes that are split
-  PrefillTile* tiles = nullptr;   // [slots / 2], split 0 of each of them
+  SplitTile* tiles = nullptr;     // [slots / 2], split 0 of each of them
   uint32_t slots = 0;
 };
 
@@ -69,13 +73,13 @@ struct PrefillSplits {
 template <int kHeadSize>
 PrefillSplits prefill_splits(const DecodeWorkspace& workspace, int rows) {
   constexpr int64_t kCountBytes = 64, kMaxSlots = prefill_slots(64, kHeadSize);
-  static_assert(kCountBytes + kMaxSlots / 2 * int64_t{sizeof(PrefillTile)} <=
+  static_assert(kCountBytes + kMaxSlots / 2 * int64_t{sizeof(SplitTile)} <=
                 kDecodeOutBytes - kMaxSlots * 64 * 4 * kHeadSize);
   const int64_t slots = prefill_slots(rows, kHeadSize);
   const SplitPartials& partials = workspace.by_semaphore;
   char* end = reinterpret_cast<char*>(partials.out) + slots * rows * 4 * kHeadSize;
   return {partials, reinterpret_cast<uint32_t*>(end),
-          reinterpret_cast<PrefillTile*>(end + kCountBytes), static_cast<uint32_t>(slots)};
+          reinterpret_cast<SplitTile*>(end + kCountBytes), static_cast<uint32_t>(slots)};
 }
 
 struct PrefillShape {
@@ -141,11 +145,21 @@ __device__ __forceinline__ int token_of_row(const PrefillShape& shape, const Pre
   return token;
 }
 
+// What only a scheduler of splits has.
+struct SplitScheduler {
+  uint32_t splits_ = 1;  // that the longest tiles may have
+  int entry_;
+  uint32_t slots_before_, entries_before_;  // of the classes before the last tile that are split
+};
+struct WholeScheduler {};
+
 // kTileRows: rows of a work tile, or 0 for shape.rows. kTokens: tokens of a KV tile. kOnlyPages:
 // keys are never contiguous.
 template <int kHeadSize, int kTileRows, int kTokens, bool kMaySplit, bool kOnlyPages>
-class PrefillTileScheduler {
+class PrefillTileScheduler : std::conditional_t<kMaySplit, SplitScheduler, WholeScheduler> {
  public:
+  using Tile = std::conditional_t<kMaySplit, SplitTile, PrefillTile>;
+
   // All lanes of a warp. Returns the number of work tiles in classes that are split.
   __device__ __forceinline__ uint32_t build(const PagedAttentionParams& p,
                                             const PrefillShape& shape, int lane) {
@@ -173,7 +187,7 @@ class PrefillTileScheduler {
       choose_ctas(shape, lane_sum(tokens), lane_sum(others));
     }
     uint32_t split_tiles = 0;
-    if (kMaySplit) {
+    if constexpr (kMaySplit) {
       shortest = __reduce_min_sync(0xffffffffu, shortest);
       const bool one_class = longest_ - shortest < class_tokens();
       if (num_items_ > 0 && !(one_class && 2 * num_items_ > shape.splits.slots)) {
@@ -182,7 +196,7 @@ class PrefillTileScheduler {
         split_tiles =
             choose_splits(p, shape, tiles, one_class, lane_sum(tokens) * p.kv.num_kv_heads, lane);
       }
-      slots_before_ = entries_before_ = 0;
+      this->slots_before_ = this->entries_before_ = 0;
     }
     before_ = 0;
     if (one_round(p)) {
@@ -200,27 +214,31 @@ class PrefillTileScheduler {
 
   __device__ __forceinline__ uint32_t num_items() const { return num_items_; }
   // Of the last tile, in PrefillSplits::tiles, or -1. Lane 0.
-  __device__ __forceinline__ int entry() const { return entry_; }
+  __device__ __forceinline__ int entry() const { return this->entry_; }
   // CTAs that take work tiles.
   __device__ __forceinline__ uint32_t num_ctas() const { return kMaySplit ? gridDim.x : num_ctas_; }
 
   // Writes work item `index` to `work_tile`. Indices rise from call to call. All lanes of a warp.
   // Returns false if a short tile has fewer splits than others of its class, and this is none.
   __device__ __forceinline__ bool get_tile(const PagedAttentionParams& p, const PrefillShape& shape,
-                                           uint32_t index, int lane, PrefillTile& work_tile) {
+                                           uint32_t index, int lane, Tile& work_tile) {
 #pragma unroll 1
     for (;;) {
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
       const auto [first, end] = blocks_of_class(shape, class_);
       const uint32_t lane_tiles = (end - first) * heads;
       const uint32_t class_tiles = __reduce_add_sync(0xffffffffu, lane_tiles);
-      const uint32_t splits =
-          kMaySplit && class_tiles > 0 ? splits_of_class(p, shape, class_, splits_) : 1;
+      uint32_t splits = 1;
+      if constexpr (kMaySplit) {
+        if (class_tiles > 0) splits = splits_of_class(p, shape, class_, this->splits_);
+      }
       if (index - before_ >= class_tiles * splits) {
         before_ += class_tiles * splits;
-        if (kMaySplit && splits > 1) {
-          slots_before_ += class_tiles * splits;
-          entries_before_ += class_tiles;
+        if constexpr (kMaySplit) {
+          if (splits > 1) {
+            this->slots_before_ += class_tiles * splits;
+            this->entries_before_ += class_tiles;
+          }
         }
         ++class_;
         if (__any_sync(0xffffffffu, first > 0)) continue;  // later classes have blocks
@@ -254,9 +272,9 @@ class PrefillTileScheduler {
         work_tile.position = position;
         work_tile.first_key = first_key;
         find_keys(p, shape, query_len, work_tile);
-        if (kMaySplit) {
-          entry_ = splits > 1 ? static_cast<int>(entries_before_ + tile) : -1;
-          work_tile.slot = slots_before_ + tile * splits;
+        if constexpr (kMaySplit) {
+          this->entry_ = splits > 1 ? static_cast<int>(this->entries_before_ + tile) : -1;
+          work_tile.slot = this->slots_before_ + tile * splits;
           is_there = take_split(splits, item - tile * splits, work_tile);
         }
       }
@@ -291,7 +309,7 @@ class PrefillTileScheduler {
   }
   // Leaves of a tile's KV tiles those of its split `split`, one of at most `splits`. Returns false
   // if it has fewer.
-  static __device__ __forceinline__ bool take_split(int splits, int split, PrefillTile& work_tile) {
+  static __device__ __forceinline__ bool take_split(int splits, int split, SplitTile& work_tile) {
     const int all = work_tile.tiles;
     const int most = max(1, all * kTokens / kMinPrefillSplitTokens);
     const int wanted = min(splits, most);
@@ -315,7 +333,7 @@ class PrefillTileScheduler {
     row_blocks_ = query_len_ = seq_len_ = first_query_ = first_key_ = 0;
     if (seq >= p.num_seqs) return;
     const RowRange keys = key_range(p, seq);
-    // Beside lengths in scratch memory it is the caller's.
+    // With lengths in scratch memory, key_start_loc is the caller's and may be negative.
     if (!kOnlyPages) first_key_ = max(keys.first, 0);
     seq_len_ = keys.count;
     const RowRange queries = query_range(p, seq);
@@ -440,14 +458,12 @@ class PrefillTileScheduler {
     time = lane == 0 ? kWorthSplitting * time : has_room ? time : INFINITY;
     const uint32_t min_time = __reduce_min_sync(0xffffffffu, __float_as_uint(time));
     const int best = __ffs(__ballot_sync(0xffffffffu, __float_as_uint(time) == min_time)) - 1;
-    splits_ = best + 1;
+    this->splits_ = best + 1;
     num_items_ = __shfl_sync(0xffffffffu, items, best);
     return __shfl_sync(0xffffffffu, split_tiles, best);
   }
 
   uint32_t num_ctas_;
-  uint32_t splits_ = 1;  // that the longest tiles may have
-  int entry_;
   // of this lane's sequence in this round
   int seq_len_, first_key_, first_query_, query_len_, row_blocks_;
   uint32_t num_items_;
@@ -456,9 +472,7 @@ class PrefillTileScheduler {
   int first_head_;     // of the last tile's section
   int section_heads_;  // KV heads of a section
   int round_;          // of the last tile
-  // Of the classes, sections and rounds before it:
-  uint32_t before_;                         // work items
-  uint32_t slots_before_, entries_before_;  // of classes that are split
+  uint32_t before_;    // work items of the classes, sections and rounds before it
 };
 
 }  // namespace vllm_kernels::cuda

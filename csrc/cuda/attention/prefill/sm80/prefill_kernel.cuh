@@ -250,6 +250,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     paged_attention_prefill_sm80_kernel(const __grid_constant__ PagedAttentionParams p,
                                         const __grid_constant__ Sm80Shape shape, uint32_t* next) {
   using Shared = Sm80Shared<Config>;
+  static_assert(sizeof(Shared) <= PrefillSm80Sizes::kStaticSmem);
   extern __shared__ __align__(128) char memory[];
   __shared__ Shared shared;
   if (!shape.has_concurrent_launch) launch_dependents();

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const int per_tile = warpgroups * chunks;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x; i < num_tiles * per_tile; i += gridDim.x) {
-    const PrefillTile& work_tile = all.tiles[i / per_tile];
+    const SplitTile& work_tile = all.tiles[i / per_tile];
     const int warpgroup = i % per_tile / chunks, first_group = i % chunks * kGroups;
     if (work_tile.splits == 1 || warpgroup * 64 >= work_tile.rows) continue;
     const SplitSums sums = add_splits(all, work_tile.slot * warpgroups + warpgroup, warpgroups,

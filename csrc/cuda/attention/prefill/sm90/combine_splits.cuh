@@ -1,4 +1,4 @@
-// Work tiles of prefill sm90 whose keys several CTAs share (PrefillTile::splits). Each stores its
+// Work tiles of prefill sm90 whose keys several CTAs share (SplitTile::splits). Each stores its
 // output, relative to the highest score of each row, in the workspace. A second launch adds all up,
 // in order. So the result depends on the number of splits alone.
 //
@@ -32,7 +32,7 @@ struct PartialOfThread {
 
 // Ends a split, for a consumer warpgroup. It may have no rows. row_max and sum are of whole rows.
 template <int kGroups>
-__device__ __forceinline__ void store_split(const PrefillShape& shape, const PrefillTile& work_tile,
+__device__ __forceinline__ void store_split(const PrefillShape& shape, const SplitTile& work_tile,
                                             const float (&out)[kGroups][4],
                                             const float (&row_max)[2], const float (&sum)[2]) {
   // The main loop has no registers left for addresses, which the compiler would keep.

@@ -126,7 +126,7 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
   }
   wait_for_primary_kernel();
   PipelineState<kValue ? Config::kValueStages : Config::kKeyStages> state;
-  for_each_tile(shared, lane, [&](const PrefillTile& work_tile) {
+  for_each_tile(shared, lane, [&](const SplitTile& work_tile) {
     Pages pages(p, shape, work_tile, lane);
     const char* head_base = lane_base + work_tile.kv_head * head_stride;
     const auto token_of = [&](int number) {  // first token of KV tile `number`

@@ -56,7 +56,7 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
   PipelineState<kPrefillQueue> state;
 #pragma unroll 1
   for (uint32_t iteration = 0;; ++iteration, state.advance()) {
-    PrefillTile& work_tile = shared.work_tiles[state.index];
+    SplitTile& work_tile = shared.work_tiles[state.index];
     barrier_wait(shared_address(&shared.tile_empty[state.index]), state.phase ^ 1);
 #pragma unroll 1
     while (index < count && !scheduler.get_tile(p, shape, index, lane, work_tile)) {
@@ -65,10 +65,11 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
     if (lane == 0) {
       if (index >= count) work_tile.seq = -1;
       barrier_arrive(shared_address(&shared.tile_full[state.index]));
-      // Consumers need not wait for this store.
-      const int entry = scheduler.entry();
-      if (Config::kMaySplit && index < count && entry >= 0 && work_tile.split == 0) {
-        shape.splits.tiles[entry] = work_tile;
+      if constexpr (Config::kMaySplit) {  // consumers need not wait for this store
+        const int entry = scheduler.entry();
+        if (index < count && entry >= 0 && work_tile.split == 0) {
+          shape.splits.tiles[entry] = work_tile;
+        }
       }
     }
     __syncwarp();
@@ -109,7 +110,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
   int first_token;    // token of the next KV tile
   float score_scale;  // scores to log2 units
   // The query token of row r in its sequence, and its head.
-  const auto token_of_row = [&](const PrefillTile& work_tile, int r, int& head) {
+  const auto token_of_row = [&](const SplitTile& work_tile, int r, int& head) {
     return cuda::token_of_row(shape, work_tile, row + 8 * r, head);
   };
   const auto release_query = [&] {
@@ -118,7 +119,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
   };
   const auto take_tile = [&] {  // false: no more
     barrier_wait(shared_address(&shared.tile_full[work_tiles.index]), work_tiles.phase);
-    const PrefillTile& work_tile = shared.work_tiles[work_tiles.index];
+    const SplitTile& work_tile = shared.work_tiles[work_tiles.index];
     if (work_tile.seq < 0) return false;
     slot_now = work_tiles.index;
     tiles_left = work_tile.tiles;
@@ -146,7 +147,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
   uint32_t present_boxes;  // bit i: box i has a valid page
   bool unmasked;           // every token is visible to every row
   const auto load_mask_inputs = [&] {
-    const PrefillTile& work_tile = shared.work_tiles[slot_now];
+    const SplitTile& work_tile = shared.work_tiles[slot_now];
     present_boxes = shared.present_boxes[keys.index];
     unmasked = first_token >= work_tile.whole_begin && first_token + kTokens <= work_tile.whole_end;
   };
@@ -156,7 +157,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
     barrier_arrive_warp(shared_address(&shared.key_empty[keys.index]), lane);
     keys.advance();
     if (--tiles_left == 0 && !Config::kQueryInRegisters) release_query();
-    const PrefillTile& work_tile = shared.work_tiles[slot_now];
+    const SplitTile& work_tile = shared.work_tiles[slot_now];
     const int column = first_token + lane % 4 * 2;
     // Column of row r's own token, relative to this lane's first column.
     const auto own_column = [&](int r, int& head) {
@@ -215,14 +216,14 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
   // Epilogue of the work tile in `slot`.
   const auto write_tile = [&](uint32_t slot, const float (&row_max)[2], const float (&sum)[2]) {
     using T = typename Config::T;
-    const PrefillTile& work_tile = shared.work_tiles[slot];
+    const SplitTile& work_tile = shared.work_tiles[slot];
     if (Config::kMaySplit && work_tile.splits > 1) {
       const float sums[2] = {quad_sum(sum[0]), quad_sum(sum[1])};
       store_split(shape, work_tile, tile.out, row_max, sums);
     } else {
       // The main loop has no registers left for it.
       constexpr bool kHidesLane = Config::kMaySplit && Config::kCacheIs8Bit;
-      const int lane = (kHidesLane ? opaque(thread) : thread) % 32;
+      const int out_lane = (kHidesLane ? opaque(thread) : thread) % 32;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int head;
@@ -231,8 +232,9 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
             row_result(p, work_tile.kv_head, head, row_max[r], quad_sum(sum[r]));
         const bool present = row + 8 * r < work_tile.rows;
         tile.store(static_cast<T*>(p.out) + token * p.out_stride + head * int64_t{shape.head_size},
-                   present ? shape.head_size : 0, value_boxes.permutation, r, result.scale, lane);
-        if (p.lse != nullptr && present && lane % 4 == 0) {
+                   present ? shape.head_size : 0, value_boxes.permutation, r, result.scale,
+                   out_lane);
+        if (p.lse != nullptr && present && out_lane % 4 == 0) {
           p.lse[token * p.num_heads + head] = result.lse;
         }
       }
@@ -427,12 +429,13 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
 
 // The kernel that may split, or the one that does not.
 template <typename Config>
-void launch_unmodified(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
+void launch_split_or_whole(const PagedAttentionParams& p, const PrefillLaunch& launch,
+                           void* stream) {
   constexpr int kHeadSize = Config::kHeadSize;
   if constexpr (kHeadSize == 64 || kHeadSize == 128) {
-    using Splits = PrefillConfig<typename Config::T, kHeadSize, Config::kForm, false,
-                                 Config::kCacheIs8Bit, true>;
-    if (launch.workspace != nullptr) return launch_prefill_kernel<Splits>(p, launch, stream);
+    using SplitConfig = PrefillConfig<typename Config::T, kHeadSize, Config::kForm, false,
+                                      Config::kCacheIs8Bit, true>;
+    if (launch.workspace != nullptr) return launch_prefill_kernel<SplitConfig>(p, launch, stream);
   }
   launch_prefill_kernel<Config>(p, launch, stream);
 }
@@ -448,7 +451,7 @@ void PrefillSm90Kernels<kHeadSize>::launch(const PagedAttentionParams& p, KvForm
       if constexpr (kHeadSize <= kMaxHeadSize8Bit && kForm != KvForm::kPackedBoxes) {
         if (size_of(p.kv.dtype) == 1) {
           using Config = PrefillConfig<T, kHeadSize, kForm, false, true>;
-          return launch_unmodified<Config>(p, launch, stream);
+          return launch_split_or_whole<Config>(p, launch, stream);
         }
       }
       if (p.modifies_scores()) {
@@ -456,7 +459,7 @@ void PrefillSm90Kernels<kHeadSize>::launch(const PagedAttentionParams& p, KvForm
         return launch_prefill_kernel<Config>(p, launch, stream);
       }
       using Config = PrefillConfig<T, kHeadSize, kForm, false, false>;
-      launch_unmodified<Config>(p, launch, stream);
+      launch_split_or_whole<Config>(p, launch, stream);
     };
     if (form == KvForm::kPackedPages) {
       with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});

@@ -22,12 +22,10 @@ struct PrefillMaps {
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
-// With a stride of 64 bytes, splits over 8-bit caches do not spill. An alignment of 64 bytes has
-// consumers read vectors, and costs them a fifth. (prefill/splits.md, 4x64_on_8k: 69 to 86 us.)
-struct PaddedTile : PrefillTile {
-  uint32_t padding;
-};
-static_assert(sizeof(PaddedTile) == 64);
+// With a stride of 64 bytes, splits over 8-bit caches do not spill. The compiler then reads
+// vectors, which would reach into the field before an unaligned tile. Over 16-bit caches such reads
+// cost a fifth. (prefill/splits.md, 4x64_on_8k: 69 to 86 us.)
+struct alignas(64) AlignedTile : SplitTile {};
 
 // Static shared memory of a CTA. full: the copies have landed; empty: all readers have released.
 template <typename Config>
@@ -43,7 +41,7 @@ struct PrefillShared {
   uint32_t
       present_boxes[kKeyStages];  // bit i: box i of the stage's K has a valid page, or is masked
   float ordering_dummy[4 * Config::kConsumers];  // written only: see consume_tiles()
-  std::conditional_t<Config::kMaySplit && Config::kCacheIs8Bit, PaddedTile, PrefillTile>
+  std::conditional_t<Config::kMaySplit && Config::kCacheIs8Bit, AlignedTile, SplitTile>
       work_tiles[kPrefillQueue];  // seq < 0: no more
 };
 
@@ -68,7 +66,7 @@ __device__ __forceinline__ void for_each_tile(PrefillShared<Config>& shared, int
 #pragma unroll 1
   for (;; state.advance()) {
     barrier_wait(shared_address(&shared.tile_full[state.index]), state.phase);
-    const PrefillTile work_tile = shared.work_tiles[state.index];
+    const SplitTile work_tile = shared.work_tiles[state.index];
     barrier_arrive_warp(shared_address(&shared.tile_empty[state.index]), lane);
     if (work_tile.seq < 0) return;
     action(work_tile);
@@ -79,7 +77,7 @@ __device__ __forceinline__ void for_each_tile(PrefillShared<Config>& shared, int
 // for the next work tile: early enough to hide the latency, late enough to balance the CTAs.
 template <typename Config>
 __device__ __forceinline__ void request_next_tile(PrefillShared<Config>& shared,
-                                                  const PrefillTile& work_tile, int i, int lane) {
+                                                  const SplitTile& work_tile, int i, int lane) {
   if (i == max(0, work_tile.tiles - 3) && lane == 0)
     barrier_arrive(shared_address(&shared.next_tile_requested));
 }
@@ -93,7 +91,7 @@ class TilePages {
   static constexpr int kBoxes = PrefillMma<Config>::kBoxes;
 
   __device__ __forceinline__ TilePages(const PagedAttentionParams& p, const PrefillShape& shape,
-                                       const PrefillTile& work_tile, int lane, int box_shift = 0)
+                                       const SplitTile& work_tile, int lane, int box_shift = 0)
       : table_(p.block_tables + work_tile.seq * p.block_table_stride),
         page_shift_(shape.page_shift),
         num_blocks_(static_cast<int>(p.kv.num_blocks)),
@@ -212,7 +210,7 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
   const CUtensorMap& box_map = !kValue ? maps.key : contiguous ? maps.value_box : maps.value;
   wait_for_primary_kernel();
   PipelineState<kValue ? Config::kValueStages : Config::kKeyStages> state;
-  for_each_tile(shared, lane, [&](const PrefillTile& work_tile) {
+  for_each_tile(shared, lane, [&](const SplitTile& work_tile) {
     Pages pages(p, shape, work_tile, lane, box_shift);
     const int box = lane % kBoxes, column = lane / kBoxes;
     const bool copies = column < kColumns && (box & (1 << box_shift) - 1) == 0;
@@ -292,7 +290,7 @@ __device__ __forceinline__ void copy_transposed_values(const PrefillShape& shape
   constexpr int kTokens = Config::kTokens;
   wait_for_primary_kernel();
   PipelineState<Config::kValueStages> state;
-  for_each_tile(shared, lane, [&](const PrefillTile& work_tile) {
+  for_each_tile(shared, lane, [&](const SplitTile& work_tile) {
     const int first_row = shape.value_starts[work_tile.seq];
 #pragma unroll 1
     for (int i = work_tile.tiles - 1; i >= 0; --i, state.advance()) {
@@ -321,7 +319,7 @@ __device__ __forceinline__ void copy_queries(const PagedAttentionParams& p,
   constexpr int kChunks = Config::kHeadSize / kChunk;
   wait_for_primary_kernel();
   PipelineState<Config::kQueryStages> state;
-  for_each_tile(shared, lane, [&](const PrefillTile& work_tile) {
+  for_each_tile(shared, lane, [&](const SplitTile& work_tile) {
     const uint32_t query = stages + state.index * Config::kQueryBytes;
     barrier_wait(shared_address(&shared.query_empty[state.index]), state.phase ^ 1);
     if (shape.query_by_tma) {

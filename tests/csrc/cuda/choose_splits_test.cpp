@@ -1,0 +1,126 @@
+// When prefill sm90 splits its work tiles, or gathers an 8-bit cache, in place of decode.
+#include <gtest/gtest.h>
+
+#include "choose_kernel_cases.h"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+// 64 query tokens of each of 4 sequences: 64 work tiles for 132 SMs.
+PagedAttentionParams few_tiles(int64_t tokens, bool contiguous = false) {
+  PagedAttentionParams p = {};
+  p.scale = 0.1f;
+  p.dtype = p.kv.dtype = DType::kBFloat16;
+  p.kv.layout = KvLayout::kNHD;
+  p.kv.head_size = 128;
+  p.kv.block_size = 16;
+  p.kv.num_kv_heads = 8;
+  p.kv.num_blocks = 1000;
+  p.kv.key = const_cast<void*>(at(4096));
+  p.kv.value = const_cast<void*>(at(8192));
+  set_strides(p.kv);
+  p.num_heads = 32;
+  p.query_stride = p.out_stride = 32 * 128;
+  p.num_seqs = 4;
+  p.max_query_len = 64;
+  p.num_tokens = 4 * 64;
+  p.max_blocks_per_seq = 1000;
+  p.max_seq_len = contiguous ? 4 * tokens : tokens;
+  if (contiguous) p.key_start_loc = static_cast<const int32_t*>(at(64));
+  return p;
+}
+
+// Few work tiles of short sequences: prefill is faster than decode, though it splits none of them.
+// (prefill/splits.md, 4 sequences of 64 tokens on 1k.) Of contiguous keys the sum is known.
+TEST(ChooseKernel, ShortSequencesAreNoDecode) {
+  for (const bool contiguous : {false, true}) {
+    for (const int64_t tokens : {int64_t{100}, int64_t{1000}, int64_t{10000}}) {
+      const AttentionChoice choice =
+          choose_kernel(few_tiles(tokens, contiguous), kDevices[2].model);
+      EXPECT_EQ(choice.main.kernel, AttentionKernel::kPrefillSm90) << describe(choice);
+      EXPECT_EQ(choice.may_split, tokens == 10000) << describe(choice);
+    }
+  }
+}
+
+// The same where prefill cannot split, or has few rows.
+TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
+  const auto is_prefill = [](const PagedAttentionParams& p) {
+    return choose_kernel(p, kDevices[2].model).main.kernel == AttentionKernel::kPrefillSm90;
+  };
+  PagedAttentionParams p = few_tiles(1000);
+  EXPECT_TRUE(is_prefill(p));
+  p.kv.dtype = DType::kFp8E4M3;
+  set_strides(p.kv);
+  EXPECT_FALSE(is_prefill(p));
+  for (const int tokens : {5000, 10000}) {  // decode is faster over many keys
+    p = few_tiles(tokens);
+    p.kv.dtype = DType::kFp8E4M3;
+    set_strides(p.kv);
+    p.num_seqs = 3;
+    p.num_tokens = 3 * 64;
+    EXPECT_EQ(is_prefill(p), tokens == 5000);
+  }
+  p = few_tiles(1000);
+  p.kv.head_size = 96;
+  set_strides(p.kv);
+  EXPECT_FALSE(is_prefill(p));
+  p = few_tiles(1000);
+  p.max_query_len = 9;  // 36 rows
+  p.num_tokens = 4 * 9;
+  EXPECT_TRUE(is_prefill(p));
+  p.max_query_len = 8;
+  p.num_tokens = 4 * 8;
+  EXPECT_FALSE(is_prefill(p));
+  p = few_tiles(1000);
+  p.num_tokens = 3 * 64;  // a sequence may have a single token
+  EXPECT_FALSE(is_prefill(p));
+}
+
+// Lengths may differ, so long launches of several sequences may be split. (prefill/splits.md)
+TEST(ChooseKernel, UnequalLengthsMaySplit) {
+  const auto may_split = [](int seqs, int query_len, int64_t tokens) {
+    PagedAttentionParams p = few_tiles(tokens);
+    p.num_seqs = seqs;
+    p.max_query_len = query_len;
+    p.num_tokens = seqs * query_len;
+    return choose_kernel(p, kDevices[2].model).may_split;
+  };
+  EXPECT_TRUE(may_split(16, 16, 11000));
+  EXPECT_FALSE(may_split(16, 16, 3000));  // 128 tiles of 3000 tokens: the launch is short
+  EXPECT_FALSE(may_split(64, 16, 2000));  // so is the longest sequence
+  EXPECT_TRUE(may_split(128, 16, 11000));
+  EXPECT_FALSE(may_split(129, 16, 11000));  // each CTA counts them
+  EXPECT_FALSE(
+      may_split(8, 300, 11000));  // the tiles of one sequence fill more than half of the SMs
+}
+
+TEST(ChooseKernel, EightBitCachesAreGatheredFrom512Rows) {
+  const auto choose = [](int query_len, int64_t tokens, int seqs, int head_size, KvLayout layout) {
+    PagedAttentionParams p = few_tiles(tokens);
+    p.kv.dtype = DType::kFp8E4M3;
+    p.kv.layout = layout;
+    p.kv.head_size = head_size;
+    set_strides(p.kv);
+    p.query_stride = p.out_stride = 32 * head_size;
+    p.num_seqs = seqs;
+    p.max_query_len = query_len;
+    p.num_tokens = seqs * query_len;
+    return choose_kernel(p, kDevices[2].model);
+  };
+  EXPECT_GT(choose(128, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_EQ(choose(120, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_EQ(choose(128, 1000, 4, 64, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_EQ(choose(128, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_GT(choose(256, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_EQ(choose(128, 100000, 4, 128, KvLayout::kNHD).gathered_rows, 0);  // there is no room
+  const AttentionChoice some = choose(256, 100000, 4, 128, KvLayout::kNHD);
+  EXPECT_TRUE(some.gathers_some);
+  EXPECT_FALSE(some.may_split);
+  // 800 rows of one sequence: splits of gathered keys are faster than decode.
+  EXPECT_EQ(choose(200, 8192, 1, 128, KvLayout::kNHD).main.kernel, AttentionKernel::kPrefillSm90);
+  EXPECT_NE(choose(200, 100000, 1, 128, KvLayout::kNHD).main.kernel, AttentionKernel::kPrefillSm90);
+}
+
+}  // namespace
+}  // namespace vllm_kernels::cuda
