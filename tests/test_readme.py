@@ -86,7 +86,7 @@ PRINTED = {
     ("docs/sampling.md", "bitmask=words"): r"\[40, 6\]",
     ("docs/sampling.md", "num_logprobs=2"): r"\[1\] \[\[1, 1, 2\]\] \[1\]",
     ("docs/sampling.md", "spec_verify"): r"\[\[5, 6, 9, -1\]\] \[2\]",
-    ("docs/sampling.md", "bad_words"): r"False \[(True, ){7}True\]",
+    ("docs/sampling.md", "bad_words"): r"\[(True, ){7}True\]",
     ("docs/sampling.md", "flashinfer"): r"torch.int32 True",
     ("docs/sparq.md", "value_mean_update"): r"torch.Size\(\[1, 8, 64\]\) \[1000\]",
     ("docs/speculative_decoding.md", "PromptLookup"): r"True True",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -190,6 +194,32 @@ def test_a_skipped_draft_token_is_never_accepted(device: str) -> None:
     assert accepted.tolist() == [1] and emitted.tolist() == [0]
 
 
+def test_wrong_types() -> None:
+    logits: Any = torch.zeros(2, 8)
+    cases: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: sampling.top_k_sampling_from_probs(logits, 2.5),
+            "top_k: expected an integer or a tensor, got 2.5",
+        ),
+        (
+            lambda: sampling.top_k_mask_logits(logits, True),
+            "top_k: expected an integer or a tensor, got True",
+        ),
+        (
+            lambda: sampling.top_p_renorm_probs(logits, "0.9"),
+            "top_p: expected a number or a tensor, got '0.9'",
+        ),
+        (
+            lambda: sampling.sampling_from_probs([[0.1, 0.9]]),
+            "probs: expected a tensor, got list",
+        ),
+        (lambda: sampling.softmax([[0.1, 0.9]]), "logits: expected a tensor, got list"),
+    ]
+    for call, message in cases:
+        with pytest.raises(TypeError, match=f"^flashinfer.sampling: {re.escape(message)}$"):
+            call()
+
+
 def test_what_differs_is_refused() -> None:
     logits, ones = torch.zeros(2, 8), torch.ones(1, dtype=torch.int64)
     cases = [
@@ -218,6 +248,23 @@ def test_what_differs_is_refused() -> None:
         (
             lambda: sampling.sampling_from_logits(logits, seed=ones.repeat(3), offset=ones),
             "flashinfer.sampling: seed: expected shape [1] or [2], got [3]",
+        ),
+        (
+            lambda: sampling.sampling_from_probs(logits, indices=ones.float()),
+            "flashinfer.sampling: indices: expected int32 or int64, got torch.float32",
+        ),
+        (
+            lambda: sampling.sampling_from_probs(logits.int()),
+            "flashinfer.sampling: probs: expected float32 or float16 or bfloat16, got torch.int32",
+        ),
+        (
+            lambda: sampling.top_k_renorm_probs(logits.double(), 3),
+            "flashinfer.sampling: probs: expected float32 or float16 or bfloat16, got "
+            "torch.float64",
+        ),
+        (
+            lambda: sampling.top_k_sampling_from_probs(logits, torch.ones(2)),
+            "flashinfer.sampling: top_k: expected int32 or int64, got torch.float32",
         ),
         (
             lambda: sampling.sampling_from_logits(logits, seed=1.5, offset=0),

@@ -36,7 +36,7 @@ PARAMETERS: dict[str, dict[str, object]] = {
         "repetition_penalty": 0.8, "presence_penalty": 0.5, "frequency_penalty": -0.3,
         "temperature": 1.0, "seed": 6, "top_k": 50, "top_p": 0.95, "min_p": 0.01,
     },
-    "bias": {"logit_bias": {5: 2.5, 9: -200.0}, "temperature": 1.0, "seed": 7},
+    "bias": {"logit_bias": {5: 2.5, 9: -(10**400)}, "temperature": 1.0, "seed": 7},
     "allowed": {"allowed_token_ids": [3, 64, 127], "temperature": 1.0, "seed": 8},
     "allowed, bias, penalty": {
         "allowed_token_ids": range(0, 128, 3), "logit_bias": {6: 1.0}, "frequency_penalty": 0.7,

@@ -111,8 +111,9 @@ def sample(
     Args:
         logits: [num_rows, vocab_size], float32, float16 or bfloat16, vocab_size <= 262,144. Not
             modified. Rows may be strided.
-        temperature: float32 [num_samples]. Below 1e-5 a sample is greedy: the first of the highest
-            logits, without min_p, top_k and top_p. None: all are greedy.
+        temperature: float32 [num_samples], contiguous, as all parameters are. Below 1e-5 a sample
+            is greedy: the first of the highest logits, without min_p, top_k and top_p. None: all
+            are greedy.
         top_k: int32 [num_samples]; 0, -1 or None: all tokens.
         top_p: float32 [num_samples]; 1 or None: all tokens. At least one token is kept.
         min_p: float32 [num_samples]; keeps logits of at least the highest + ln(min_p). 0 or None:
@@ -131,14 +132,14 @@ def sample(
         repetition: float32 [num_samples]. Divides positive logits of listed tokens, multiplies
             others.
         frequency: float32 [num_samples], subtracted count times.
-        presence: float32 [num_samples], subtracted if the count is not 0.
+        presence: float32 [num_samples], subtracted if the count is above 0.
         bias: such lists (indptr, tokens, float32 values), added to the logits. Errors name them
             ``bias_indptr``, ``bias_tokens`` and ``bias_values``.
         rows: int32 [num_samples], the row of logits of each sample, which samples may share.
             None: i.
         num_logprobs: 0 to 128, the number of most likely tokens whose log-probabilities are
             returned, too, after that of the drawn one. None: no log-probabilities.
-        out: int64 [num_samples]; made if None.
+        out: int64 [num_samples]; made if None. Errors name it ``tokens``.
 
     Returns:
         Tokens, int64 [num_samples]. If the highest logit of a row is NaN, +inf or -inf, its first

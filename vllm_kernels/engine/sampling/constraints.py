@@ -78,7 +78,7 @@ def constraints_of(
         ValueError: A token is outside the vocabulary, or there are words but no tokenizer.
     """
     bias = {
-        int(token): min(max(float(value), -_MAX_BIAS), _MAX_BIAS)
+        int(token): float(min(max(value, -_MAX_BIAS), _MAX_BIAS))
         for token, value in (params.logit_bias or {}).items()
     }
     words = [one for word in params.bad_words for one in _variants(word, tokenizer)]

@@ -63,7 +63,8 @@ class SamplingParams:
 
     Args:
         max_tokens: Maximum number of new tokens per sequence, >= 1.
-        temperature: Divisor of the logits, >= 0. Below 1e-5 sampling is greedy.
+        temperature: Divisor of the logits, >= 0. Below 1e-5 sampling is greedy, and so it is by
+            default.
         top_k: Sample from the k likeliest tokens. 0 or -1 means all.
         top_p: Nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751). Sample from the
             likeliest tokens whose probabilities add up to p. It applies after top_k. 1 means all.
@@ -194,12 +195,15 @@ class SamplingParams:
     def _check_ranges(self) -> None:
         check = self._check
         check(self.max_tokens >= 1, "max_tokens", "at least 1")
-        check(0 <= _float32(self.temperature) < inf, "temperature", "a number >= 0")
-        check(self.top_k >= -1, "top_k", "0 or -1 (all) or more")
+        check(0 <= _float32(self.temperature) < inf, "temperature", "a finite float32 >= 0")
+        check(-1 <= self.top_k < 2**31, "top_k", "0 or -1 (all), or up to 2147483647")
         check(0 < self.top_p <= 1, "top_p", "more than 0, up to 1")
         check(0 <= self.min_p <= 1, "min_p", "0 to 1")
         # The sampler has them in float32.
-        check(0 < _float32(self.repetition_penalty) < inf, "repetition_penalty", "more than 0")
+        check(
+            0 < _float32(self.repetition_penalty) < inf,
+            "repetition_penalty", "a finite float32 above 0",
+        )  # fmt: skip
         for name in ("presence_penalty", "frequency_penalty"):
             check(isfinite(_float32(getattr(self, name))), name, "a finite float32")
         check(self.n >= 1, "n", "at least 1")
@@ -236,7 +240,10 @@ class SamplingParams:
 
 
 def _float32(value: float) -> float:
-    return c_float(value).value
+    try:
+        return c_float(value).value
+    except OverflowError:  # an int that no float can hold
+        return inf
 
 
 def _is_int(value: object) -> bool:
