@@ -7,15 +7,15 @@ the same seed draws other tokens.
 
 from __future__ import annotations
 
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import ops
-from ...errors import InvalidArgument, InvalidType, Unsupported
+from ...errors import InvalidArgument, Unsupported
 from ._common import not_served
+from ._limits import FLOATS, check_tensor, of_rows, of_samples, per_row
 from ._seeds import seeds_and_offsets
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 Drawn = Tensor | tuple[Tensor, Tensor]
-_FLOATS = torch.float32, torch.float16, torch.bfloat16
 
 
 def __getattr__(name: str) -> object:
@@ -62,8 +61,8 @@ def softmax(
         >>> softmax(torch.zeros(1, 4))
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
-    _check_tensor("logits", logits, *_FLOATS)
-    per_row = _per_row("temperature", temperature, len(logits), logits.device, torch.float32)
+    check_tensor("logits", logits, *FLOATS)
+    per_row = per_row("temperature", temperature, len(logits), logits.device, torch.float32)
     return ops.softmax(logits, per_row)
 
 
@@ -98,7 +97,7 @@ def sampling_from_logits(
         >>> sampling_from_logits(torch.tensor([[0.0, 100.0]]))
         tensor([1], dtype=torch.int32)
     """
-    _check_tensor("logits", logits, *_FLOATS)
+    check_tensor("logits", logits, *FLOATS)
     _refuse_nan("logits", logits, check_nan)
     return _sample(logits, indices, generator, seed, offset)
 
@@ -266,7 +265,7 @@ def top_k_top_p_sampling_from_logits(
         tensor([1], dtype=torch.int32)
     """
     _refuse_order("top_k_top_p_sampling_from_logits", filter_apply_order)
-    _check_tensor("logits", logits, *_FLOATS)
+    check_tensor("logits", logits, *FLOATS)
     _refuse_nan("logits", logits, check_nan)
     return _sample(logits, indices, generator, seed, offset, top_k=top_k, top_p=top_p)
 
@@ -335,8 +334,8 @@ def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:
         >>> top_k_mask_logits(torch.tensor([[0.0, 3.0, 1.0]]), 2)
         tensor([[-inf, 3., 1.]])
     """
-    _check_tensor("logits", logits, *_FLOATS)
-    k = _per_row("top_k", top_k, len(logits), logits.device, torch.int32)
+    check_tensor("logits", logits, *FLOATS)
+    k = per_row("top_k", top_k, len(logits), logits.device, torch.int32)
     return ops.top_k_top_p_mask_(logits.clone(), k)
 
 
@@ -416,15 +415,13 @@ def _sample(
     **limits: Tensor | float,
 ) -> Tensor:
     if indices is not None:
-        _check_tensor("indices", indices, torch.int32, torch.int64)
+        check_tensor("indices", indices, torch.int32, torch.int64)
     rows = None if indices is None else indices.int()
     batch, device = len(logits if indices is None else indices), logits.device
     seeds, offsets = seeds_and_offsets(batch, device, generator, seed, offset)
     dtypes = {"top_k": torch.int32}
     given: dict[str, Any] = {
-        name: _per_row(
-            name, _of_samples(limit, rows), batch, device, dtypes.get(name, torch.float32)
-        )
+        name: per_row(name, of_samples(limit, rows), batch, device, dtypes.get(name, torch.float32))
         for name, limit in limits.items()
     }
     tokens = ops.sample(
@@ -444,63 +441,24 @@ def _sample_probs(
     return_valid: bool,
     **limits: Tensor | float,
 ) -> Drawn:
-    _check_tensor("probs", probs, *_FLOATS)
+    check_tensor("probs", probs, *FLOATS)
     _refuse_nan("probs", probs, check_nan)
     tokens = _sample(probs.float().log(), indices, generator, seed, offset, **limits)
     if not return_valid:
         return tokens
     highest = probs.amax(1)
     valid = highest.isfinite() & (highest > 0)
-    return tokens, valid if indices is None else _of_rows(valid, indices)
+    return tokens, valid if indices is None else of_rows(valid, indices)
 
 
 def _renormalized(probs: Tensor, **limits: Tensor | float) -> Tensor:
-    _check_tensor("probs", probs, *_FLOATS)
+    check_tensor("probs", probs, *FLOATS)
     masked = probs.float().log()
-    k = _per_row("top_k", limits.get("top_k"), len(probs), probs.device, torch.int32)
-    p = _per_row("top_p", limits.get("top_p"), len(probs), probs.device, torch.float32)
+    k = per_row("top_k", limits.get("top_k"), len(probs), probs.device, torch.int32)
+    p = per_row("top_p", limits.get("top_p"), len(probs), probs.device, torch.float32)
     ops.top_k_top_p_mask_(masked, k, p)
     kept = torch.where(masked > -torch.inf, probs.float(), 0.0)
     return kept / kept.sum(1, keepdim=True)
-
-
-def _per_row(
-    name: str, value: Tensor | float | None, rows: int, device: torch.device, dtype: torch.dtype
-) -> Tensor | None:
-    if value is None:
-        return None
-    integer = dtype == torch.int32
-    if isinstance(value, Tensor):
-        _check_tensor(name, value, *((torch.int32, torch.int64) if integer else _FLOATS))
-        return value.to(dtype)
-    if isinstance(value, bool) or not isinstance(value, Integral if integer else Real):
-        raise InvalidType(
-            f"flashinfer.sampling: {name}: expected {'an integer' if integer else 'a number'} or "
-            f"a tensor, got {value!r:.40}"
-        )
-    return torch.full((rows,), value, dtype=dtype, device=device)
-
-
-def _check_tensor(name: str, value: object, *dtypes: torch.dtype) -> None:
-    expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    if not isinstance(value, Tensor):
-        raise InvalidType(
-            f"flashinfer.sampling: {name}: expected a tensor, got {type(value).__name__}"
-        )
-    if value.dtype not in dtypes:
-        raise InvalidArgument(
-            f"flashinfer.sampling: {name}: expected {expected}, got {value.dtype}"
-        )
-
-
-def _of_samples(limit: Tensor | float, rows: Tensor | None) -> Tensor | float:
-    """FlashInfer's limits belong to rows of probabilities, ours to samples."""
-    return limit if rows is None or not isinstance(limit, Tensor) else _of_rows(limit, rows)
-
-
-def _of_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """values[rows], or the nearest one for a row that is not there, as the op says what is bad."""
-    return values[rows.long().clamp(0, len(values) - 1)]
 
 
 def _refuse_nan(name: str, values: Tensor, check_nan: bool) -> None:
