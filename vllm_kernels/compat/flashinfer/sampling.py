@@ -62,8 +62,8 @@ def softmax(
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     check_tensor("logits", logits, *FLOATS)
-    per_row = per_row("temperature", temperature, len(logits), logits.device, torch.float32)
-    return ops.softmax(logits, per_row)
+    divisors = per_row("temperature", temperature, len(logits), logits.device, torch.float32)
+    return ops.softmax(logits, divisors)
 
 
 def sampling_from_logits(
