@@ -141,7 +141,8 @@ void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles,
                    AttentionChoice& choice) {
   if (!should_gather(p, sm90_obstacles)) return;
   const bool is_contiguous = p.key_start_loc != nullptr;
-  const int64_t bound = is_contiguous ? int64_t{p.kv.block_size} : p.num_seqs * p.max_seq_len;
+  const int64_t longest = std::min(p.max_seq_len, kMaxGatherBytes);  // no overflow
+  const int64_t bound = is_contiguous ? int64_t{p.kv.block_size} : p.num_seqs * longest;
   const int64_t room = kMaxGatherBytes / gather_bytes(p, 1);
   if (bound <= room) {
     choice.gathered_rows = bound;
