@@ -365,7 +365,6 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
                               bool has_8_bit_products) {
   const uint32_t tensor_cores = tensor_core_obstacles(p, device);
   const uint32_t sm90 = tensor_cores | prefill_sm90_obstacles(p, device);
-  const bool can = sm90 == kNoObstacle && can_split(p, has_8_bit_products);
   const uint32_t decode = tensor_cores | decode_obstacles(p);
   uint32_t obstacles = prefill_obstacles(p);
   const auto few_rows = [&]() -> AttentionChoice {
@@ -375,8 +374,15 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
     return choice;
   };
   if (p.sparse.on() || obstacles != kNoObstacle) return few_rows();
+  // Most calls are decode steps. What else decides needs more time.
+  const uint32_t always = decode == kNoObstacle ? prefers_decode(p, device, true) : kNoObstacle;
+  if ((always & kFewRows) != 0) {
+    obstacles |= always;
+    return few_rows();
+  }
   AttentionChoice choice;
   choose_gather(p, sm90, choice);
+  const bool can = sm90 == kNoObstacle && can_split(p, has_8_bit_products);
   // With 8-bit products nothing is gathered to 16 bits. Two launches that split were not timed.
   const bool splits = can && (has_8_bit_products || !choice.gathers_some) &&
                       gains_by_splits(p, device, has_8_bit_products);

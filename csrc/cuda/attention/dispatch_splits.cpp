@@ -1,5 +1,5 @@
-// See dispatch_splits.h. The host knows no lengths: what it estimates here, the device decides
-// (prefill/tile_scheduler.cuh).
+// See dispatch_splits.h. Of the lengths the host has a maximum at most. It estimates here what the
+// device decides (prefill/tile_scheduler.cuh).
 #include "cuda/attention/dispatch_splits.h"
 
 #include <algorithm>
