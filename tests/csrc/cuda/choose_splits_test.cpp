@@ -30,6 +30,17 @@ PagedAttentionParams few_tiles(int64_t tokens, bool contiguous = false) {
   return p;
 }
 
+void set_queries(PagedAttentionParams& p, int seqs, int query_len) {
+  p.num_seqs = seqs;
+  p.max_query_len = query_len;
+  p.num_tokens = seqs * query_len;
+}
+
+void set_fp8(PagedAttentionParams& p) {
+  p.kv.dtype = DType::kFp8E4M3;
+  set_strides(p.kv);
+}
+
 // Few work tiles of short sequences: prefill is faster than decode, though it splits none of them.
 // (prefill/splits.md, 4 sequences of 64 tokens on 1k.) Of contiguous keys the sum is known.
 TEST(ChooseKernel, ShortSequencesAreNoDecode) {
@@ -50,15 +61,12 @@ TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
   };
   PagedAttentionParams p = few_tiles(1000);
   EXPECT_TRUE(is_prefill(p));
-  p.kv.dtype = DType::kFp8E4M3;
-  set_strides(p.kv);
+  set_fp8(p);
   EXPECT_FALSE(is_prefill(p));
   for (const int tokens : {5000, 10000}) {  // decode is faster over many keys
     p = few_tiles(tokens);
-    p.kv.dtype = DType::kFp8E4M3;
-    set_strides(p.kv);
-    p.num_seqs = 3;
-    p.num_tokens = 3 * 64;
+    set_fp8(p);
+    set_queries(p, 3, 64);
     EXPECT_EQ(is_prefill(p), tokens == 5000);
   }
   p = few_tiles(1000);
@@ -66,11 +74,9 @@ TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
   set_strides(p.kv);
   EXPECT_FALSE(is_prefill(p));
   p = few_tiles(1000);
-  p.max_query_len = 9;  // 36 rows
-  p.num_tokens = 4 * 9;
+  set_queries(p, 4, 9);  // 36 rows
   EXPECT_TRUE(is_prefill(p));
-  p.max_query_len = 8;
-  p.num_tokens = 4 * 8;
+  set_queries(p, 4, 8);
   EXPECT_FALSE(is_prefill(p));
   p = few_tiles(1000);
   p.num_tokens = 3 * 64;  // a sequence may have a single token
@@ -81,9 +87,7 @@ TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
 TEST(ChooseKernel, UnequalLengthsMaySplit) {
   const auto may_split = [](int seqs, int query_len, int64_t tokens) {
     PagedAttentionParams p = few_tiles(tokens);
-    p.num_seqs = seqs;
-    p.max_query_len = query_len;
-    p.num_tokens = seqs * query_len;
+    set_queries(p, seqs, query_len);
     return choose_kernel(p, kDevices[2].model).may_split;
   };
   EXPECT_TRUE(may_split(16, 16, 11000));
@@ -98,14 +102,11 @@ TEST(ChooseKernel, UnequalLengthsMaySplit) {
 TEST(ChooseKernel, EightBitCachesAreGatheredFrom512Rows) {
   const auto choose = [](int query_len, int64_t tokens, int seqs, int head_size, KvLayout layout) {
     PagedAttentionParams p = few_tiles(tokens);
-    p.kv.dtype = DType::kFp8E4M3;
     p.kv.layout = layout;
     p.kv.head_size = head_size;
-    set_strides(p.kv);
+    set_fp8(p);
     p.query_stride = p.out_stride = 32 * head_size;
-    p.num_seqs = seqs;
-    p.max_query_len = query_len;
-    p.num_tokens = seqs * query_len;
+    set_queries(p, seqs, query_len);
     return choose_kernel(p, kDevices[2].model);
   };
   EXPECT_GT(choose(128, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
