@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidArgument, InvalidType
+from .._checks import check_integers, check_tensors
 
-FLOATS = torch.float32, torch.float16, torch.bfloat16
+SAMPLING = "flashinfer.sampling"
 
 
 def per_row(
@@ -19,26 +20,26 @@ def per_row(
         return None
     integer = dtype == torch.int32
     if isinstance(value, Tensor):
-        check_tensor(name, value, *((torch.int32, torch.int64) if integer else FLOATS))
+        if integer:
+            check_integers(SAMPLING, **{name: value})
+        else:
+            check_floats(name, value)
         return value.to(dtype)
     if isinstance(value, bool) or not isinstance(value, Integral if integer else Real):
         raise InvalidType(
-            f"flashinfer.sampling: {name}: expected {'an integer' if integer else 'a number'} or "
-            f"a tensor, got {value!r:.40}"
+            f"{SAMPLING}: {name}: expected {'an integer' if integer else 'a number'} or a tensor, "
+            f"got {value!r:.40}"
         )
     return torch.full((rows,), value, dtype=dtype, device=device)
 
 
-def check_tensor(name: str, value: object, *dtypes: torch.dtype) -> None:
-    expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    if not isinstance(value, Tensor):
-        raise InvalidType(
-            f"flashinfer.sampling: {name}: expected a tensor, got {type(value).__name__}"
-        )
-    if value.dtype not in dtypes:
-        raise InvalidArgument(
-            f"flashinfer.sampling: {name}: expected {expected}, got {value.dtype}"
-        )
+def check_floats(name: str, values: Tensor, check_nan: bool = False) -> None:
+    check_tensors(SAMPLING, **{name: values})
+    if values.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        want = "float32 or float16 or bfloat16"
+        raise InvalidArgument(f"{SAMPLING}: {name}: expected {want}, got {values.dtype}")
+    if check_nan and bool(values.isnan().any()):
+        raise InvalidArgument(f"{SAMPLING}: {name}: expected no NaN, got NaN")
 
 
 def of_samples(limit: Tensor | float, rows: Tensor | None) -> Tensor | float:

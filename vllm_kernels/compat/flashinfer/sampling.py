@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...errors import InvalidArgument, Unsupported
+from ...errors import Unsupported
+from .._checks import check_integers
 from ._common import not_served
-from ._limits import FLOATS, check_tensor, of_rows, of_samples, per_row
+from ._limits import SAMPLING, check_floats, of_rows, of_samples, per_row
 from ._seeds import seeds_and_offsets
 
 __all__ = [
@@ -39,7 +40,7 @@ Drawn = Tensor | tuple[Tensor, Tensor]
 
 
 def __getattr__(name: str) -> object:
-    raise not_served("flashinfer.sampling", name, __all__)
+    raise not_served(SAMPLING, name, __all__)
 
 
 def softmax(
@@ -61,7 +62,7 @@ def softmax(
         >>> softmax(torch.zeros(1, 4))
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
-    check_tensor("logits", logits, *FLOATS)
+    check_floats("logits", logits)
     divisors = per_row("temperature", temperature, len(logits), logits.device, torch.float32)
     return ops.softmax(logits, divisors)
 
@@ -97,8 +98,7 @@ def sampling_from_logits(
         >>> sampling_from_logits(torch.tensor([[0.0, 100.0]]))
         tensor([1], dtype=torch.int32)
     """
-    check_tensor("logits", logits, *FLOATS)
-    _refuse_nan("logits", logits, check_nan)
+    check_floats("logits", logits, check_nan)
     return _sample(logits, indices, generator, seed, offset)
 
 
@@ -265,8 +265,7 @@ def top_k_top_p_sampling_from_logits(
         tensor([1], dtype=torch.int32)
     """
     _refuse_order("top_k_top_p_sampling_from_logits", filter_apply_order)
-    check_tensor("logits", logits, *FLOATS)
-    _refuse_nan("logits", logits, check_nan)
+    check_floats("logits", logits, check_nan)
     return _sample(logits, indices, generator, seed, offset, top_k=top_k, top_p=top_p)
 
 
@@ -334,7 +333,7 @@ def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:
         >>> top_k_mask_logits(torch.tensor([[0.0, 3.0, 1.0]]), 2)
         tensor([[-inf, 3., 1.]])
     """
-    check_tensor("logits", logits, *FLOATS)
+    check_floats("logits", logits)
     k = per_row("top_k", top_k, len(logits), logits.device, torch.int32)
     return ops.top_k_top_p_mask_(logits.clone(), k)
 
@@ -415,7 +414,7 @@ def _sample(
     **limits: Tensor | float,
 ) -> Tensor:
     if indices is not None:
-        check_tensor("indices", indices, torch.int32, torch.int64)
+        check_integers(SAMPLING, indices=indices)
     rows = None if indices is None else indices.int()
     batch, device = len(logits if indices is None else indices), logits.device
     seeds, offsets = seeds_and_offsets(batch, device, generator, seed, offset)
@@ -441,8 +440,7 @@ def _sample_probs(
     return_valid: bool,
     **limits: Tensor | float,
 ) -> Drawn:
-    check_tensor("probs", probs, *FLOATS)
-    _refuse_nan("probs", probs, check_nan)
+    check_floats("probs", probs, check_nan)
     tokens = _sample(probs.float().log(), indices, generator, seed, offset, **limits)
     if not return_valid:
         return tokens
@@ -452,18 +450,13 @@ def _sample_probs(
 
 
 def _renormalized(probs: Tensor, **limits: Tensor | float) -> Tensor:
-    check_tensor("probs", probs, *FLOATS)
+    check_floats("probs", probs)
     masked = probs.float().log()
     k = per_row("top_k", limits.get("top_k"), len(probs), probs.device, torch.int32)
     p = per_row("top_p", limits.get("top_p"), len(probs), probs.device, torch.float32)
     ops.top_k_top_p_mask_(masked, k, p)
     kept = torch.where(masked > -torch.inf, probs.float(), 0.0)
     return kept / kept.sum(1, keepdim=True)
-
-
-def _refuse_nan(name: str, values: Tensor, check_nan: bool) -> None:
-    if check_nan and bool(values.isnan().any()):
-        raise InvalidArgument(f"flashinfer.sampling: {name}: expected no NaN, got NaN")
 
 
 def _refuse_order(function: str, order: str) -> None:
