@@ -131,7 +131,8 @@ bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
                          scales.key_head_stride == scales.value_head_stride;
   // The room depends on the batch. With fixed_split_size the kernel must not.
   return p.fixed_split_size == 0 && can_scale && (sm90_obstacles & ~kGone) == kNoObstacle &&
-         (((is_8_bit || sm90_obstacles != kNoObstacle) && rows >= gather_rows(p.kv)) ||
+         (((is_8_bit || sm90_obstacles != kNoObstacle) &&
+           rows >= gather_rows(p.kv, scales.any())) ||
           (has_slow_rows && rows >= kGatherSlowRows));
 }
 
@@ -168,8 +169,8 @@ bool can_split(const PagedAttentionParams& p, bool has_8_bit_products) {
 }
 
 // Reasons to run decode where both kinds of kernel could run. `splits`: prefill sm90 can split its
-// tiles. If it cannot, tiles for less than half of the SMs are a reason, too. Over 8-bit caches
-// decode keeps more rows. With fixed_split_size the kernel must not depend on the batch.
+// tiles. If it cannot, tiles for less than half of the SMs are a reason, too. With fixed_split_size
+// the kernel must not depend on the batch.
 uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device, bool splits) {
   const int64_t group = group_of(p);
   // The most tokens that one sequence can have, if every other is a decode of one token.
@@ -177,9 +178,8 @@ uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device
   const int64_t tiles =
       (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
   const int64_t rows = p.max_query_len * group;
-  const bool takes_fewer = splits && size_of(p.kv.dtype) > 1;
-  const bool few_rows = p.max_query_len <= 1 ||
-                        rows <= (takes_fewer ? kDecodeRowsOfSplits : kDecodeRows) ||
+  const bool few_rows = p.max_query_len <= 1 || rows <= kDecodeRowsOfSplits ||
+                        (rows <= kDecodeRows && !(splits && beats_decode(p, device))) ||
                         (2 * tiles < device.num_sms && !splits);
   return when(few_rows, kFewRows) | when(p.fixed_split_size > 0, kFixedSplit);
 }
@@ -382,17 +382,14 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   }
   AttentionChoice choice;
   choose_gather(p, sm90, choice);
-  const bool can = sm90 == kNoObstacle && can_split(p, has_8_bit_products);
   // With 8-bit products nothing is gathered to 16 bits. Two launches that split were not timed.
-  const bool splits = can && (has_8_bit_products || !choice.gathers_some) &&
-                      gains_by_splits(p, device, has_8_bit_products);
+  const bool can = sm90 == kNoObstacle && can_split(p, has_8_bit_products) &&
+                   (has_8_bit_products || !choice.gathers_some);
+  const bool splits = can && gains_by_splits(p, device, has_8_bit_products);
   if (decode == kNoObstacle) {
-    // Short sequences are not split, but also take less time than in decode. Over 8-bit caches K
-    // and V are copied or dequantized first, which costs more than that gains.
-    const bool is_16_bit = size_of(p.kv.dtype) > 1;
-    const bool beats =
-        has_8_bit_products || splits_beat_decode(p, device, choice.gathered_rows > 0);
-    obstacles |= prefers_decode(p, device, is_16_bit ? can : splits && beats);
+    // Short sequences are not split, but also take less time than in decode. With 8-bit products
+    // that was not timed: K and V may be copied first.
+    obstacles |= prefers_decode(p, device, has_8_bit_products ? splits : can);
     if (obstacles != kNoObstacle) return few_rows();
   }
   if (sm90 == kNoObstacle || choice.gathered_rows > 0) {

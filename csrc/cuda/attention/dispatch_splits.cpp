@@ -54,11 +54,12 @@ bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
   return false;
 }
 
-bool splits_beat_decode(const PagedAttentionParams& p, const DeviceModel& device, bool gathers) {
+bool beats_decode(const PagedAttentionParams& p, const DeviceModel& device) {
+  if (size_of(p.kv.dtype) > 1) return true;
   const auto [tiles, _, widest] = prefill_work(p);
-  return (gathers && rows_of(p, p.max_query_len) >= kRowsOf8BitSplits) ||
-         (tiles <= kTilesOf8BitSplits &&
-          tiles * widest <= kTokensOf8BitSplits * static_cast<float>(device.num_sms));
+  const bool is_fast = p.kv.layout == KvLayout::kVllm && !p.token_scales.any();
+  return tiles * widest <=
+         (is_fast ? kTokensOfFewRowsVllm : kTokensOfFewRows) * static_cast<float>(device.num_sms);
 }
 
 }  // namespace vllm_kernels::cuda

@@ -13,8 +13,9 @@ namespace vllm_kernels::cuda {
 bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
                      bool has_8_bit_products);
 
-// Whether prefill sm90 with splits is faster than decode over an 8-bit cache, with 16-bit queries.
-// `gathers`: it gathers keys first. Else it dequantizes them for each work tile.
-bool splits_beat_decode(const PagedAttentionParams& p, const DeviceModel& device, bool gathers);
+// Whether prefill sm90, if it can split its tiles, is faster than decode for kDecodeRowsOfSplits to
+// kDecodeRows rows of a sequence. Over 8-bit caches it dequantizes keys more slowly than memory
+// gives them.
+bool beats_decode(const PagedAttentionParams& p, const DeviceModel& device);
 
 }  // namespace vllm_kernels::cuda

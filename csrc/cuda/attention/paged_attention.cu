@@ -102,9 +102,10 @@ PagedAttentionParams with_rows(const PagedAttentionParams& given) {
 
 int64_t attention_scratch_bytes(const PagedAttentionParams& given, const E4M3Query& query) {
   const PagedAttentionParams p = with_rows(given);
-  if (!query.on &&
-      int64_t{p.max_query_len} * p.num_heads < int64_t{gather_rows(p.kv)} * p.kv.num_kv_heads)
+  const int64_t fewest_rows = gather_rows(p.kv, p.token_scales.any());
+  if (!query.on && int64_t{p.max_query_len} * p.num_heads < fewest_rows * p.kv.num_kv_heads) {
     return 0;
+  }
   return attention_scratch(p, choose(p, query)).total;
 }
 

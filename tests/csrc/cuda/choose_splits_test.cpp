@@ -62,13 +62,7 @@ TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
   PagedAttentionParams p = few_tiles(1000);
   EXPECT_TRUE(is_prefill(p));
   set_fp8(p);
-  EXPECT_FALSE(is_prefill(p));
-  for (const int tokens : {5000, 10000}) {  // decode is faster over many keys
-    p = few_tiles(tokens);
-    set_fp8(p);
-    set_queries(p, 3, 64);
-    EXPECT_EQ(is_prefill(p), tokens == 5000);
-  }
+  EXPECT_TRUE(is_prefill(p));
   p = few_tiles(1000);
   p.kv.head_size = 96;
   set_strides(p.kv);
@@ -81,6 +75,29 @@ TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
   p = few_tiles(1000);
   p.num_tokens = 3 * 64;  // a sequence may have a single token
   EXPECT_FALSE(is_prefill(p));
+}
+
+// 8-bit caches, 64 rows: prefill dequantizes keys more slowly than decode, most so in NHD and with
+// scales of tokens. (prefill/dequantize.md, 16 sequences of 16 tokens on 4k.)
+TEST(ChooseKernel, FewRowsOverManyKeysAreDecode) {
+  const auto is_prefill = [](int64_t tokens, KvLayout layout, bool scaled) {
+    PagedAttentionParams p = few_tiles(tokens);
+    p.kv.layout = layout;
+    set_fp8(p);
+    if (scaled) {
+      p.kv.dtype = DType::kInt8;
+      p.token_scales.key = p.token_scales.value = static_cast<const float*>(at(64));
+    }
+    set_queries(p, 16, 16);
+    return choose_kernel(p, kDevices[2].model).main.kernel == AttentionKernel::kPrefillSm90;
+  };
+  for (const auto layout : {KvLayout::kNHD, KvLayout::kVllm}) {
+    EXPECT_TRUE(is_prefill(1000, layout, false));
+    EXPECT_EQ(is_prefill(4096, layout, false), layout == KvLayout::kVllm);
+    EXPECT_FALSE(is_prefill(8192, layout, false));
+    EXPECT_TRUE(is_prefill(1000, layout, true));
+    EXPECT_FALSE(is_prefill(4096, layout, true));
+  }
 }
 
 // Lengths may differ, so long launches of several sequences may be split. (prefill/splits.md)
@@ -99,28 +116,38 @@ TEST(ChooseKernel, UnequalLengthsMaySplit) {
       may_split(8, 300, 11000));  // the tiles of one sequence fill more than half of the SMs
 }
 
-TEST(ChooseKernel, EightBitCachesAreGatheredFrom512Rows) {
-  const auto choose = [](int query_len, int64_t tokens, int seqs, int head_size, KvLayout layout) {
+TEST(ChooseKernel, EightBitCachesAreGatheredFrom768Rows) {
+  const auto choose = [](int query_len, int64_t tokens, int seqs, int head_size, KvLayout layout,
+                         bool scaled = false) {
     PagedAttentionParams p = few_tiles(tokens);
     p.kv.layout = layout;
     p.kv.head_size = head_size;
     set_fp8(p);
+    if (scaled) {
+      p.kv.dtype = DType::kInt8;
+      p.token_scales.key = p.token_scales.value = static_cast<const float*>(at(64));
+    }
     p.query_stride = p.out_stride = 32 * head_size;
     set_queries(p, seqs, query_len);
     return choose_kernel(p, kDevices[2].model);
   };
-  EXPECT_GT(choose(128, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
-  EXPECT_EQ(choose(120, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
-  EXPECT_EQ(choose(128, 1000, 4, 64, KvLayout::kNHD).gathered_rows, 0);
-  EXPECT_EQ(choose(128, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_GT(choose(192, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_EQ(choose(190, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_GT(choose(128, 1000, 4, 128, KvLayout::kNHD, true).gathered_rows, 0);
+  EXPECT_EQ(choose(120, 1000, 4, 128, KvLayout::kNHD, true).gathered_rows, 0);
+  EXPECT_EQ(choose(192, 1000, 4, 64, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_EQ(choose(192, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
   EXPECT_GT(choose(256, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
-  EXPECT_EQ(choose(128, 100000, 4, 128, KvLayout::kNHD).gathered_rows, 0);  // there is no room
+  EXPECT_EQ(choose(192, 100000, 4, 128, KvLayout::kNHD).gathered_rows, 0);  // there is no room
   const AttentionChoice some = choose(256, 100000, 4, 128, KvLayout::kNHD);
   EXPECT_TRUE(some.gathers_some);
   EXPECT_FALSE(some.may_split);
-  // 800 rows of one sequence: splits of gathered keys are faster than decode.
-  EXPECT_EQ(choose(200, 8192, 1, 128, KvLayout::kNHD).main.kernel, AttentionKernel::kPrefillSm90);
-  EXPECT_NE(choose(200, 100000, 1, 128, KvLayout::kNHD).main.kernel, AttentionKernel::kPrefillSm90);
+  // One sequence, whose keys have no room: with splits they are dequantized where they are read.
+  const AttentionChoice one = choose(200, 100000, 1, 128, KvLayout::kNHD);
+  EXPECT_TRUE(one.may_split);
+  EXPECT_EQ(one.gathered_rows, 0);
+  // Two launches do not split, so few tiles of them are left to decode.
+  EXPECT_NE(choose(256, 200000, 1, 128, KvLayout::kNHD).main.kernel, AttentionKernel::kPrefillSm90);
 }
 
 }  // namespace

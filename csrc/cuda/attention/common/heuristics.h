@@ -79,13 +79,12 @@ constexpr int kSkew = 8;
 // 128x16_one_40k: 379 to 152.)
 constexpr float kTimeOfUnequalSplits = 5500.0f, kUnequalTokens = 3000.0f, kUnequalRounds = 8.0f;
 constexpr int kUnequalSeqs = 128;
-// Splits over 8-bit caches with 16-bit queries are faster than decode up to so many estimated
-// tokens of a CTA and so many work tiles, or from so many rows of a sequence on, if keys are
-// gathered. (prefill/splits.md, 1x128_on_8k_fp8, 32 tiles, 2017 tokens: 69 to 60 us;
-// 2x128_on_8k_fp8, 4034 tokens: 96 to 102; 8x32_on_4k_fp8, 64 tiles: 61 to 71; 1x200_on_8k_fp8, 800
-// rows: 93 to 84.)
-constexpr float kTokensOf8BitSplits = 2020.0f, kTilesOf8BitSplits = 48.0f;
-constexpr int kRowsOf8BitSplits = 768;
+// 8-bit caches, kDecodeRowsOfSplits to kDecodeRows rows of a sequence: prefill sm90 takes them up
+// to so many estimated tokens of a CTA, in NHD and HND or with scales of tokens, and in layout
+// vllm. (prefill/dequantize.md, e4m3, NHD: 32x16_on_500, 1001 tokens: 41 to 26 us; 4x16_on_8k,
+// 1990: 46 to 47; 16x16_on_4k, 3988: 63 to 72. Layout vllm: 16x16_on_4k 62 to 57; 32x16_on_4k,
+// 7975: 111 to 120.)
+constexpr float kTokensOfFewRows = 1900.0f, kTokensOfFewRowsVllm = 5000.0f;
 
 // Prefill sm90: the estimated time of `tiles` work tiles if each is split, in tokens of a CTA.
 // `average` and `widest`: tokens of a tile.
@@ -132,22 +131,24 @@ constexpr float kReadShareOfBus = 0.854f;
 constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
 
 // Prefill sm90: from so many query rows of a sequence on, K and V are gathered to 16-bit keys
-// first. The first: 8-bit caches of heads above 64 that are not in layout vllm, if all sequences
-// fit. (prefill/splits.md, 4x128_on_4k_fp8, 512 rows: NHD 102 to 96 us, layout vllm 101 to 110,
-// heads of 64 66 to 86.) The second: others that prefill sm90 reads slowly or not at all.
-// (prefill/any_shape.md, H100, NHD e4m3, 4 sequences on 8k, 1024 rows: 362 to 294 us.)
-constexpr int kGatherRows = 512, kManyGatherRows = 1024;
+// first, if all sequences fit. The first two: 8-bit caches of heads above 64 that are not in layout
+// vllm, with scales of tokens and without. (prefill/dequantize.md, 4x128_on_8k, 512 rows, NHD: int8
+// with scales of tokens 232 to 185 us, e4m3 158 to 176; 1x200_on_8k_fp8, 800 rows: 93 to 86.) The
+// third: others that prefill sm90 reads slowly or not at all. (prefill/any_shape.md, H100, NHD
+// e4m3, 4 sequences on 8k, 1024 rows: 362 to 294 us.)
+constexpr int kGatherRowsOfScaled = 512, kGatherRows = 768, kManyGatherRows = 1024;
 // The same for 16-bit rows of NHD and HND that begin within a sector of 32 bytes. (No row. With
 // 4096 rows it loses: any_shape.md, d72_8x1k 136 to 155 us.)
 constexpr int kGatherSlowRows = 16384;
 // Likewise for int4, which prefill sm90 reads in no other way. (decode/int4.md, H200, 8 sequences
 // on 4k: 256 rows 335 to 198 us; 128 rows take 145 us.)
 constexpr int kGatherRowsOfInt4 = 256;
-inline int gather_rows(const PagedKv& kv) {
+inline int gather_rows(const PagedKv& kv, bool has_token_scales) {
   if (values_of(kv.dtype) > 1) return kGatherRowsOfInt4;
-  const bool gathers_few =
-      size_of(kv.dtype) == 1 && kv.layout != KvLayout::kVllm && kv.head_size > 64;
-  return gathers_few ? kGatherRows : kManyGatherRows;
+  if (size_of(kv.dtype) > 1 || kv.layout == KvLayout::kVllm || kv.head_size <= 64) {
+    return kManyGatherRows;
+  }
+  return has_token_scales ? kGatherRowsOfScaled : kGatherRows;
 }
 // Prefill sm90: from so many query rows of a sequence on, e4m3 queries are multiplied in 8 bits.
 // (prefill/fp8_queries.md, 300x96_fp8: 384 rows 422 to 232 us.)
@@ -227,11 +228,11 @@ constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_i
               .producer_registers = 64};
     }
     if (head_size <= 128) {
-      return {.tokens = 128,
-              .key_stages = 2,
-              .value_stages = 2,
-              .consumer_registers = 192,
-              .producer_registers = 64};
+      return {.tokens = 96,
+              .key_stages = 3,
+              .value_stages = 3,
+              .consumer_registers = 176,
+              .producer_registers = 80};
     }
     return {.tokens = 64,
             .key_stages = 2,

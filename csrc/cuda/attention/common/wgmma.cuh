@@ -57,6 +57,10 @@ __device__ __forceinline__ void warpgroup_fence_operand(T (&array)[kCount]) {
   for (int i = 0; i < kCount; ++i) warpgroup_fence_operand(array[i]);
 }
 
+// A barrier of a warpgroup's 128 threads, for shared memory that wgmma reads. id: 1 to 15.
+__device__ __forceinline__ void warpgroup_barrier(int id) {
+  asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+}
 // Before the first wgmma after writes to its registers.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -97,15 +97,19 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
                                                  const PrefillShape& shape,
                                                  PrefillShared<Config>& shared, uint32_t stages,
                                                  uint32_t raw, int warp, int lane) {
-  using T = typename Config::T;
+  using T = typename Config::Operand;
   using Pages = TilePages<Config>;
   constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
   constexpr bool kChunkIsTokens = kValue && !kRowForm;  // else it is 16 dimensions
   constexpr bool kScaled = kHasTokenScales<Cache>;
   constexpr int kBoxes = Pages::kBoxes;
-  using Scales = TileScales<(kBoxes + kDequantWarps - 1) / kDequantWarps>;
+  constexpr int kWarpBoxes = (kBoxes + kDequantWarps - 1) / kDequantWarps;
+  using Scales = TileScales<kWarpBoxes>;
   constexpr uint32_t kBoxBytes = PrefillMma<Config>::kBoxBytes;
   constexpr int kChunks = Config::kHeadSize / 32;  // of a lane, in a box
+  constexpr bool kHasRoom = kChunks <= 4;          // for more registers
+  // Chunks that a lane loads before it stores the first. Scales leave no registers for more.
+  constexpr int kLoads = kScaled ? 1 : kHasRoom ? kChunks : 2;
   const PagedKv& kv = p.kv;
   const int token_of_lane = kChunkIsTokens ? 0 : lane % 16;
   const int dim_of_lane = kChunkIsTokens ? lane : lane / 16 * 16;
@@ -139,19 +143,22 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
       const bool present = pages.block(box) >= 0 || !pages.visible(first + box * kPrefillBoxTokens);
       present_boxes = __ballot_sync(0xffffffffu, present) & ((1u << kBoxes) - 1);
     };
-    const auto fetch = [&](int number, int box) {
+    // Where this lane's first chunk of a box lies, or null: no token of it is visible.
+    const auto source_of = [&](int number, int box) -> const char* {
       const int token = token_of(number) + box * kPrefillBoxTokens + token_of_lane;
       const int block = pages.block(box);
       const bool present =
           block >= 0 && (kChunkIsTokens || (token >= work_tile.begin && token < work_tile.end));
-      const char* from =
-          head_base +
-          (present ? block * block_stride + pages.row_in_block(token) * token_stride : int64_t{0});
+      return present ? head_base + block * block_stride + pages.row_in_block(token) * token_stride
+                     : nullptr;
+    };
+    const auto fetch = [&](int k, const char* source) {
+      const char* from = source != nullptr ? source : lane_base;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         if (j < lane_chunks) {
-          copy16_async(raw + (box / kDequantWarps * kChunks + j) * 512, from + j * 32 * dim_stride,
-                       present ? 16 : 0);
+          copy16_async(raw + (k * kChunks + j) * 512, from + j * 32 * dim_stride,
+                       source != nullptr ? 16 : 0);
         }
       }
     };
@@ -174,7 +181,11 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
     look_up(0);
     read_scales(0, scales);
 #pragma unroll 1
-    for (int box = warp; box < kBoxes; box += kDequantWarps) fetch(0, box);
+    for (int k = 0; k < kWarpBoxes; ++k) {
+      const int box = warp + k * kDequantWarps;
+      if (box < kBoxes) fetch(k, source_of(0, box));
+      commit_copies();
+    }
 #pragma unroll 1
     for (int i = 0; i < work_tile.tiles; ++i, state.advance()) {
       const uint32_t stage = stages + state.index * Config::kTileBytes;
@@ -184,14 +195,19 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
         look_up(i + 1);
         read_scales(i + 1, next_scales);
       }
-      wait_all_copies();
       barrier_wait(shared_address(kValue ? &shared.value_empty[state.index]
                                          : &shared.key_empty[state.index]),
                    state.phase ^ 1);
       if (!kValue && warp == 0 && lane == 0)
         shared.present_boxes[state.index] = stage_present_boxes;
 #pragma unroll 1
-      for (int box = warp; box < kBoxes; box += kDequantWarps) {
+      for (int k = 0; k < kWarpBoxes; ++k) {
+        const int box = warp + k * kDequantWarps;
+        wait_copies<kWarpBoxes - 1>();  // this box's copies
+        if (box >= kBoxes) {
+          commit_copies();
+          break;
+        }
         const int token = token_of(i) + box * kPrefillBoxTokens;
         const bool is_whole_box =
             token >= work_tile.begin && token + kPrefillBoxTokens <= work_tile.end;
@@ -202,13 +218,22 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
             of_tokens[t] = scales.get(box / kDequantWarps, kChunkIsTokens ? t : token_of_lane);
           }
         }
+        const auto next_source = [&] { return has_next ? source_of(i + 1, box) : nullptr; };
+        const char* next = kHasRoom ? next_source() : nullptr;
+        uint4 chunks[kLoads];
 #pragma unroll
         for (int j = 0; j < kChunks; ++j) {
-          uint4 elements = load_shared<uint4>(raw + (box / kDequantWarps * kChunks + j) * 512);
+          if (j % kLoads == 0) {
+#pragma unroll
+            for (int l = 0; l < kLoads; ++l) {
+              chunks[l] = load_shared<uint4>(raw + (k * kChunks + j + l) * 512);
+            }
+          }
+          uint4 elements = chunks[j % kLoads];
           if (kChunkIsTokens && !is_whole_box) {
             elements = mask_bytes(elements, work_tile.begin - token, work_tile.end - token);
           }
-          const int dim = j * 32 + dim_of_lane;
+          const int dim = j * 32 + (kHasRoom ? dim_of_lane : opaque(dim_of_lane));
           const auto smem_offset = [&](int half) -> uint32_t {
             if constexpr (kRowForm) {
               const int chunk = dim / 8 + half, row = box * kPrefillBoxTokens + token_of_lane;
@@ -229,7 +254,8 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
           store_shared(stage + smem_offset(0), upcast_chunk(elements.x, elements.y, 0));
           store_shared(stage + smem_offset(1), upcast_chunk(elements.z, elements.w, 8));
         }
-        if (has_next) fetch(i + 1, box);  // its buffer has been read
+        if (has_next) fetch(k, kHasRoom ? next : next_source());  // its buffer has been read
+        commit_copies();
       }
       scales = next_scales;
       fence_async_proxy();

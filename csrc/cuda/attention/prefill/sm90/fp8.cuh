@@ -21,6 +21,7 @@ struct PrefillFp8Config : PrefillCta<prefill_fp8_tuning(kSize), 1, (kSize + 127)
   static constexpr bool kAdjusts = false;
   static constexpr bool kCacheIs8Bit = false;  // K and V are not dequantized
   static constexpr bool kMaySplit = kSplits;
+  static constexpr bool kConvertsQueries = false;
   static constexpr int kRawBytes = 0;
   static constexpr int kSharedBytes = PrefillFp8Config::kOperandBytes;
   // V^T of a KV tile is no larger than K.

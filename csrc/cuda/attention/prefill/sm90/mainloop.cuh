@@ -63,21 +63,31 @@ struct PrefillCta {
       kQueryStages * kQueryBytes + (kKeyStages + kValueStages) * kTileBytes;
 };
 
+// Whether bfloat16 queries over 8-bit caches without scales of tokens become fp16, as K and V do:
+// fp16 represents all values of such caches, and one instruction converts two.
+// (prefill/dequantize.md, 1x128_on_8k_fp8: 50.5 to 46.3 us. Heads of 192 spill.)
+template <typename T>
+constexpr bool multiplies_in_fp16(int head_size) {
+  return std::is_same_v<T, __nv_bfloat16> && head_size <= 128;
+}
+
 // 16-bit operands: a column has 64 dimensions. One producer warpgroup, or two for 8-bit caches: six
 // of their warps dequantize.
 // kSplits: several CTAs may share the keys of a work tile (combine_splits.cuh). Kernels of their
 // own keep the main loop of others as it is.
+// Product: the wgmma operands' type. fp16 represents all values of 8-bit caches.
 template <typename Element, int kSize, KvForm kKvForm, bool kAdjustsScores, bool kIs8BitCache,
-          bool kSplits = false>
+          bool kSplits = false, typename Product = Element>
 struct PrefillConfig : PrefillCta<prefill_tuning(kSize, kAdjustsScores, kIs8BitCache),
                                   1 + kIs8BitCache, (kSize + 63) / 64> {
-  using T = Element;  // of the result
-  using Operand = T;  // of the wgmma operands
+  using T = Element;        // of queries and result
+  using Operand = Product;  // of the wgmma operands
   static constexpr int kHeadSize = kSize;
   static constexpr KvForm kForm = kKvForm;
   static constexpr bool kAdjusts = kAdjustsScores;
   static constexpr bool kCacheIs8Bit = kIs8BitCache;
   static constexpr bool kMaySplit = kSplits;
+  static constexpr bool kConvertsQueries = !std::is_same_v<T, Operand>;  // bfloat16 to fp16
   // 8-bit caches: buffer of one dequant warp, its boxes of a KV tile as the cache stores them.
   static constexpr int kRawBytes =
       (PrefillConfig::kTokens / kPrefillBoxTokens + kDequantWarps - 1) / kDequantWarps *
@@ -98,6 +108,15 @@ VLLM_KERNELS_HOST_DEVICE inline ValueBoxes value_boxes_of(const PrefillShape& sh
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
+// What scores of row r of a lane are multiplied by, to log2 units.
+template <bool kOfRows>
+struct ScoreScales {
+  float values[kOfRows ? 2 : 1];
+
+  __device__ __forceinline__ float& operator[](int r) { return values[kOfRows ? r : 0]; }
+  __device__ __forceinline__ float operator[](int r) const { return values[kOfRows ? r : 0]; }
+};
+
 template <typename Config>
 struct PrefillMma {
   using T = typename Config::T;
@@ -117,8 +136,10 @@ struct PrefillMma {
   static constexpr uint32_t kQueryColumn = Config::kRows * 128;
   static constexpr bool kQueryInRegisters = Config::kQueryInRegisters;
   // log2 of P where row_max is raised, and of the largest P. 8 bits have few values below 1.
-  static constexpr float kLogP = kHas8Bit ? 8.0f : 0.0f;
-  static constexpr float kMaxLogP = kHas8Bit ? 8.75f : kRescaleThreshold;  // e4m3: up to 448
+  // fp16 has none below 2^-24: with 2^7 it keeps more of many small P.
+  static constexpr float kLogP = kHas8Bit ? 8.0f : Config::kConvertsQueries ? 7.0f : 0.0f;
+  static constexpr float kMaxLogP =
+      kHas8Bit ? 8.75f : kLogP + kRescaleThreshold;  // e4m3: up to 448
 
   uint32_t query[kQueryInRegisters ? kHeadSteps : 1][4];
   float scores[kScoreTiles][4];
@@ -151,6 +172,43 @@ struct PrefillMma {
       const int chunk = 2 * k + lane / 16;
       load_matrices(query[k],
                     rows + chunk / 8 * kQueryColumn + row * 128 + ((chunk ^ row) % 8) * 16);
+    }
+  }
+  // kConvertsQueries: makes this warpgroup's queries at `rows` fp16, in place. Each row is
+  // multiplied by a power of two (query_scale()); `inverse` gets those of this lane's rows.
+  __device__ __forceinline__ void convert_query(uint32_t rows, int thread, float (&inverse)[2]) {
+    constexpr int kChunks = kHeadSize / 32;  // of a lane, in a row
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int lane = thread % 32, row = thread / 32 * 16 + lane / 4 + 8 * r;
+      const auto address = [&](int i) {
+        const int chunk = lane % 4 + 4 * i;
+        return rows + chunk / 8 * kQueryColumn + row * 128 + ((chunk ^ row) % 8) * 16;
+      };
+      const auto each_pair = [](uint4& chunk, const auto& action) {
+#pragma unroll
+        for (uint32_t* pair : {&chunk.x, &chunk.y, &chunk.z, &chunk.w}) {
+          action(*pair, __uint_as_float(*pair << 16), __uint_as_float(*pair & 0xffff0000u));
+        }
+      };
+      float largest = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        uint4 chunk = load_shared<uint4>(address(i));
+        each_pair(chunk, [&](uint32_t, float first, float second) {
+          largest = fmaxf(largest, fmaxf(fabsf(first), fabsf(second)));
+        });
+      }
+      const QueryScale scale = query_scale(quad_max(largest));
+      inverse[r] = scale.inverse;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {  // read again: few registers are free
+        uint4 chunk = load_shared<uint4>(address(i));
+        each_pair(chunk, [&](uint32_t& pair, float first, float second) {
+          pair = pack2<Operand>(first * scale.factor, second * scale.factor);
+        });
+        store_shared(address(i), chunk);
+      }
     }
   }
   // Starts S = Q K^T, one wgmma group. `rows` and `key`: shared addresses.
@@ -255,7 +313,8 @@ struct PrefillMma {
   // Scores become P, relative to row_max, which is raised if a score exceeds it by more than
   // kMaxLogP. `factor` rescales the earlier output; sum is rescaled here. Returns whether
   // any lane of the warp has a factor != 1.
-  __device__ __forceinline__ bool online_softmax(float score_scale, float (&factor)[2]) {
+  template <typename Scales>
+  __device__ __forceinline__ bool online_softmax(const Scales& score_scale, float (&factor)[2]) {
     float local_max[2][2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -274,7 +333,7 @@ struct PrefillMma {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float tile_max = fmaxf(local_max[r][0], local_max[r][1]);
-      tile_max = quad_max(tile_max) * score_scale;
+      tile_max = quad_max(tile_max) * score_scale[r];
       const bool raises = tile_max > row_max[r] + kMaxLogP;
       const float new_max = raises ? tile_max - kLogP : row_max[r];
       factor[r] = update_row_max(row_max[r], new_max);
@@ -284,7 +343,7 @@ struct PrefillMma {
       for (int i = 0; i < kScoreTiles; ++i) {
 #pragma unroll
         for (int j = 2 * r; j < 2 * r + 2; ++j) {
-          scores[i][j] = exp2_approx(fmaf(scores[i][j], score_scale, -new_max));
+          scores[i][j] = exp2_approx(fmaf(scores[i][j], score_scale[r], -new_max));
           sums[j & 1] += scores[i][j];
         }
       }
@@ -313,7 +372,7 @@ struct PrefillMma {
           probs[step][j] = pack4_e4m3(first[row], first[row + 1], second[row], second[row + 1]);
         } else {
           const float (&from)[4] = scores[2 * step + j / 2];
-          probs[step][j] = pack2<T>(from[row], from[row + 1]);
+          probs[step][j] = pack2<Operand>(from[row], from[row + 1]);
         }
       }
     }

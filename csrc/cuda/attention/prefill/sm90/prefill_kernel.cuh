@@ -108,7 +108,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
   uint32_t slot_now;  // its index in shared.work_tiles
   int tiles_left;     // KV tiles whose softmax is still to come
   int first_token;    // token of the next KV tile
-  float score_scale;  // scores to log2 units
+  ScoreScales<Config::kConvertsQueries> score_scale;
   // The query token of row r in its sequence, and its head.
   const auto token_of_row = [&](const SplitTile& work_tile, int r, int& head) {
     return cuda::token_of_row(shape, work_tile, row + 8 * r, head);
@@ -124,14 +124,23 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
     slot_now = work_tiles.index;
     tiles_left = work_tile.tiles;
     first_token = (work_tile.first_tile + work_tile.tiles - 1) * kTokens;
-    score_scale = shape.softmax_scale_log2;
+    float scale = shape.softmax_scale_log2;
     // Gathered keys of 16 bits have the scales of their 8-bit cache, too.
     constexpr bool kMayHaveScale =
         Config::kCacheIs8Bit || Mma::kHas8Bit || Config::kForm == KvForm::kSwizzledRows;
     if (kMayHaveScale && p.kv.k_scale != nullptr) {
-      score_scale *= usable_scale(p.kv.k_scale[work_tile.kv_head * p.kv.scale_stride]);
+      scale *= usable_scale(p.kv.k_scale[work_tile.kv_head * p.kv.scale_stride]);
     }
+    score_scale[0] = scale;
     barrier_wait(shared_address(&shared.query_full[queries.index]), queries.phase);
+    if constexpr (Config::kConvertsQueries) {
+      float inverse[2];
+      tile.convert_query(query + queries.index * Config::kQueryBytes, thread, inverse);
+      score_scale[0] = scale * inverse[0];
+      score_scale[1] = scale * inverse[1];
+      fence_async_proxy();
+      warpgroup_barrier(1 + warpgroup);
+    }
     if constexpr (Config::kQueryInRegisters) {
       tile.load_query(query + queries.index * Config::kQueryBytes, thread);
       release_query();
@@ -164,7 +173,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
       return work_tile.position + token_of_row(work_tile, r, head) - column;
     };
     if constexpr (Config::kAdjusts) {
-      tile.each_score([&](int, int, float score) { return score * score_scale; });
+      tile.each_score([&](int, int, float score) { return score * score_scale[0]; });
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         modify_scores(
@@ -198,7 +207,11 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
       tile.each_score(
           [&](int i, int, float score) { return present_boxes >> i / 2 & 1 ? score : -INFINITY; });
     }
-    raised = tile.online_softmax(Config::kAdjusts ? 1.0f : score_scale, factor);
+    if constexpr (Config::kAdjusts) {
+      raised = tile.online_softmax(ScoreScales<false>{1.0f}, factor);
+    } else {
+      raised = tile.online_softmax(score_scale, factor);
+    }
     first_token -= kTokens;
   };
   const auto start_out = [&] {
@@ -354,10 +367,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                               dequant_warp - kDequantWarps, lane);
       }
     };
-    if constexpr (takes_token_scales(Config::kForm, Config::kHeadSize)) {
-      if (p.token_scales.any()) return with_cache(ScaledInt8{});
+    // Keys times their scale may not fit fp16. Kernels that convert queries have no such caches.
+    constexpr bool kMayScale =
+        takes_token_scales(Config::kForm, Config::kHeadSize) && !Config::kConvertsQueries;
+    if constexpr (kMayScale && multiplies_in_fp16<typename Config::T>(Config::kHeadSize)) {
+      with_cache(ScaledInt8{});
+    } else {
+      if constexpr (kMayScale) {
+        if (p.token_scales.any()) return with_cache(ScaledInt8{});
+      }
+      dispatch_8_bit(p.kv.dtype, with_cache);
     }
-    dispatch_8_bit(p.kv.dtype, with_cache);
   };
   if (warp < kWarps) {
     if (warp >= active_warps) return;
@@ -434,7 +454,7 @@ void launch_split_or_whole(const PagedAttentionParams& p, const PrefillLaunch& l
   constexpr int kHeadSize = Config::kHeadSize;
   if constexpr (kHeadSize == 64 || kHeadSize == 128) {
     using SplitConfig = PrefillConfig<typename Config::T, kHeadSize, Config::kForm, false,
-                                      Config::kCacheIs8Bit, true>;
+                                      Config::kCacheIs8Bit, true, typename Config::Operand>;
     if (launch.workspace != nullptr) return launch_prefill_kernel<SplitConfig>(p, launch, stream);
   }
   launch_prefill_kernel<Config>(p, launch, stream);
@@ -450,8 +470,15 @@ void PrefillSm90Kernels<kHeadSize>::launch(const PagedAttentionParams& p, KvForm
       // An 8-bit page is dequantized to boxes of 16 tokens, however long it is.
       if constexpr (kHeadSize <= kMaxHeadSize8Bit && kForm != KvForm::kPackedBoxes) {
         if (size_of(p.kv.dtype) == 1) {
-          using Config = PrefillConfig<T, kHeadSize, kForm, false, true>;
-          return launch_split_or_whole<Config>(p, launch, stream);
+          const auto with_operand = [&](auto operand) {
+            using Config =
+                PrefillConfig<T, kHeadSize, kForm, false, true, false, decltype(operand)>;
+            launch_split_or_whole<Config>(p, launch, stream);
+          };
+          if constexpr (multiplies_in_fp16<T>(kHeadSize)) {
+            if (!p.token_scales.any()) return with_operand(__half{});
+          }
+          return with_operand(T{});
         }
       }
       if (p.modifies_scores()) {
