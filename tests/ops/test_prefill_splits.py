@@ -54,11 +54,13 @@ def test_few_tiles(layout, head_size, page, dtype):
         check_shared(case)
 
 
+@pytest.mark.parametrize("stored", [None, E4M3])
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("queries", [9, 16])
-def test_few_rows(layout, head_size, queries):
+def test_few_rows(layout, head_size, queries, stored):
     """Up to 64 rows: one consumer warpgroup has them all, and a slot has room for them alone."""
-    check_shared(make([4100, 700, 3000], 3 * [queries], head_size=head_size, layout=layout))
+    shape = {"head_size": head_size, "stored": stored, "layout": layout}
+    check_shared(make([4100, 700, 3000], 3 * [queries], **shape))
 
 
 def test_rows_of_decode(layout):
@@ -118,7 +120,6 @@ def test_options(layout, options):
     "name, options",
     [
         ("a softcap", {"softcap": 5.0}),
-        ("64 rows of 8 bits", {"stored": E4M3, "heads": 2}),
         ("heads of 96", {"head_size": 96}),
     ],
 )
@@ -229,6 +230,20 @@ def test_8_bit_caches(layout, head_size, stored, dtype):
     for queries in (40, 120):
         check_shared(make([4100, 3000], 2 * [queries], dtype, **shape))
     check_shared(make([4100, 700], [64, 64], dtype, sliding_window=3000, **shape))
+
+
+@pytest.mark.parametrize("stored", EIGHT_BITS)
+def test_rows_of_any_magnitude(layout, stored):
+    """bfloat16 queries become fp16: each row is moved into its range, whatever the others are."""
+    case = make([4100, 3000], [40, 40], layout=layout, stored=stored)
+    ordinary, scale = case.run(), 128**-0.5
+    for power in (-80, 80):
+        moved = replace(case, query=case.query * 2.0**power)
+        assert torch.equal(moved.with_options(scale=scale * 2.0**-power).run(), ordinary)
+    case.query[1::2] *= 2.0**20
+    out, want = case.run(), case.naive()[0]
+    assert torch.equal(out[::2], ordinary[::2])
+    torch.testing.assert_close(out[1::2].double(), want[1::2], atol=2e-3, rtol=2e-2)
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

@@ -71,7 +71,21 @@ struct TileScales {
     if constexpr (kBoxesOfWarp > 2) held = i < 2 ? held : boxes[1];
     return __shfl_sync(0xffffffffu, held, i % 2 * 16 + token);
   }
+  // Of all 16 tokens of the box, or of `token`.
+  template <int kCount>
+  __device__ __forceinline__ void get(int i, int token, float (&scales)[kCount]) const {
+    static_assert(kCount == 16 || kCount == 1);
+#pragma unroll
+    for (int t = 0; t < kCount; ++t) scales[t] = get(i, kCount == 16 ? t : token);
+  }
 };
+
+template <bool kValue>
+__device__ __forceinline__ float token_scale(const TokenScales& all, int block, int kv_head,
+                                             int row) {
+  const int64_t page = kValue ? all.value_offset(block, kv_head) : all.key_offset(block, kv_head);
+  return (kValue ? all.value : all.key)[page + row];
+}
 
 // Keeps the bytes with an index in [low, high); the others become 0.
 __device__ __forceinline__ uint4 mask_bytes(uint4 elements, int low, int high) {
@@ -84,6 +98,36 @@ __device__ __forceinline__ uint4 mask_bytes(uint4 elements, int low, int high) {
   };
   return {masked(elements.x, 0), masked(elements.y, 4), masked(elements.z, 8),
           masked(elements.w, 12)};
+}
+
+// Where a lane's dimensions dim .. dim + 7 of a token end in a KV tile, or, for V of layout vllm, 8
+// tokens of a dimension. `half`: of its chunk. mainloop.cuh has the layout.
+template <typename Config, bool kValue>
+__device__ __forceinline__ uint32_t operand_offset(int box, int token_of_lane, int dim, int half) {
+  constexpr uint32_t kBoxBytes = PrefillMma<Config>::kBoxBytes;
+  if constexpr (Config::kForm == KvForm::kSwizzledRows) {
+    const int chunk = dim / 8 + half, row = box * kPrefillBoxTokens + token_of_lane;
+    return chunk / 8 * (Config::kTokens * 128) + row * 128 + ((chunk ^ row) % 8) * 16;
+  } else if constexpr (kValue) {
+    const int chunk = dim * 2 + half;
+    return box * kBoxBytes + (chunk ^ (chunk >> 3 & 7)) * 16;
+  } else {
+    return box * kBoxBytes + token_of_lane / 8 * (kBoxBytes / 2) + (dim / 8 + half) * 128 +
+           token_of_lane % 8 * 16;
+  }
+}
+
+// Stores a chunk as 16 elements of T: half i at address(i). of_tokens: ScaledInt8's scale of the
+// chunk's token, or of its tokens.
+template <typename T, typename Cache, typename Address, int kScales>
+__device__ __forceinline__ void store_chunk(uint4 elements, const Address& address,
+                                            const float (&of_tokens)[kScales]) {
+  const auto upcast = [&](uint32_t low, uint32_t high, int first) {
+    if constexpr (!kHasTokenScales<Cache>) return upcast8<T, Cache>(low, high);
+    return dequantize8<T>(low, high, [&](int e) { return of_tokens[kScales > 1 ? first + e : 0]; });
+  };
+  store_shared(address(0), upcast(elements.x, elements.y, 0));
+  store_shared(address(1), upcast(elements.z, elements.w, 8));
 }
 
 // Dequant producer warp `warp` of kDequantWarps, for K or V. It takes boxes warp, warp +
@@ -105,7 +149,6 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
   constexpr int kBoxes = Pages::kBoxes;
   constexpr int kWarpBoxes = (kBoxes + kDequantWarps - 1) / kDequantWarps;
   using Scales = TileScales<kWarpBoxes>;
-  constexpr uint32_t kBoxBytes = PrefillMma<Config>::kBoxBytes;
   constexpr int kChunks = Config::kHeadSize / 32;  // of a lane, in a box
   constexpr bool kHasRoom = kChunks <= 4;          // for more registers
   // Chunks that a lane loads before it stores the first. Scales leave no registers for more.
@@ -172,10 +215,8 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
         if (box >= kBoxes || block < 0 || token < work_tile.begin || token >= work_tile.end) {
           return 0.0f;
         }
-        const TokenScales& all = p.token_scales;
-        const int64_t page = kValue ? all.value_offset(block, work_tile.kv_head)
-                                    : all.key_offset(block, work_tile.kv_head);
-        return (kValue ? all.value : all.key)[page + pages.row_in_block(token)];
+        return token_scale<kValue>(p.token_scales, block, work_tile.kv_head,
+                                   pages.row_in_block(token));
       });
     };
     look_up(0);
@@ -212,12 +253,7 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
         const bool is_whole_box =
             token >= work_tile.begin && token + kPrefillBoxTokens <= work_tile.end;
         float of_tokens[kChunkIsTokens ? 16 : 1];  // kScaled: the scales of this lane's tokens
-        if constexpr (kScaled) {
-#pragma unroll
-          for (int t = 0; t < (kChunkIsTokens ? 16 : 1); ++t) {
-            of_tokens[t] = scales.get(box / kDequantWarps, kChunkIsTokens ? t : token_of_lane);
-          }
-        }
+        if constexpr (kScaled) scales.get(k, token_of_lane, of_tokens);
         const auto next_source = [&] { return has_next ? source_of(i + 1, box) : nullptr; };
         const char* next = kHasRoom ? next_source() : nullptr;
         uint4 chunks[kLoads];
@@ -234,25 +270,10 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
             elements = mask_bytes(elements, work_tile.begin - token, work_tile.end - token);
           }
           const int dim = j * 32 + (kHasRoom ? dim_of_lane : opaque(dim_of_lane));
-          const auto smem_offset = [&](int half) -> uint32_t {
-            if constexpr (kRowForm) {
-              const int chunk = dim / 8 + half, row = box * kPrefillBoxTokens + token_of_lane;
-              return chunk / 8 * (Config::kTokens * 128) + row * 128 + ((chunk ^ row) % 8) * 16;
-            } else if constexpr (kValue) {
-              const int chunk = dim * 2 + half;
-              return box * kBoxBytes + (chunk ^ (chunk >> 3 & 7)) * 16;
-            } else {
-              return box * kBoxBytes + token_of_lane / 8 * (kBoxBytes / 2) +
-                     (dim / 8 + half) * 128 + token_of_lane % 8 * 16;
-            }
+          const auto address = [&](int half) {
+            return stage + operand_offset<Config, kValue>(box, token_of_lane, dim, half);
           };
-          const auto upcast_chunk = [&](uint32_t low, uint32_t high, int first) {
-            if constexpr (!kScaled) return upcast8<T, Cache>(low, high);
-            return dequantize8<T>(low, high,
-                                  [&](int e) { return of_tokens[kChunkIsTokens ? first + e : 0]; });
-          };
-          store_shared(stage + smem_offset(0), upcast_chunk(elements.x, elements.y, 0));
-          store_shared(stage + smem_offset(1), upcast_chunk(elements.z, elements.w, 8));
+          store_chunk<T, Cache>(elements, address, of_tokens);
         }
         if (has_next) fetch(k, kHasRoom ? next : next_source());  // its buffer has been read
         commit_copies();
@@ -265,6 +286,23 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
       if (!kValue && warp == 0) request_next_tile(shared, work_tile, i, lane);
     }
   });
+}
+
+// Calls with_cache(Cache{}) with the cache's type. Keys times the scale of their token may not fit
+// fp16. So kernels that convert queries have no such caches, and others for such caches alone.
+template <typename Config, typename Action>
+__device__ __forceinline__ void dispatch_dequantized(const PagedAttentionParams& p,
+                                                     const Action& with_cache) {
+  constexpr bool kMayScale =
+      takes_token_scales(Config::kForm, Config::kHeadSize) && !Config::kConvertsQueries;
+  if constexpr (kMayScale && multiplies_in_fp16<typename Config::T>(Config::kHeadSize)) {
+    with_cache(ScaledInt8{});
+  } else {
+    if constexpr (kMayScale) {
+      if (p.token_scales.any()) return with_cache(ScaledInt8{});
+    }
+    dispatch_8_bit(p.kv.dtype, with_cache);
+  }
 }
 
 #endif

@@ -367,17 +367,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                               dequant_warp - kDequantWarps, lane);
       }
     };
-    // Keys times their scale may not fit fp16. Kernels that convert queries have no such caches.
-    constexpr bool kMayScale =
-        takes_token_scales(Config::kForm, Config::kHeadSize) && !Config::kConvertsQueries;
-    if constexpr (kMayScale && multiplies_in_fp16<typename Config::T>(Config::kHeadSize)) {
-      with_cache(ScaledInt8{});
-    } else {
-      if constexpr (kMayScale) {
-        if (p.token_scales.any()) return with_cache(ScaledInt8{});
-      }
-      dispatch_8_bit(p.kv.dtype, with_cache);
-    }
+    dispatch_dequantized<Config>(p, with_cache);
   };
   if (warp < kWarps) {
     if (warp >= active_warps) return;
