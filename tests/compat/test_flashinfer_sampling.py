@@ -220,6 +220,54 @@ def test_wrong_types() -> None:
             call()
 
 
+def test_errors_of_the_ops_have_its_names() -> None:
+    logits, probs = torch.zeros(2, 8), torch.rand(2, 8)
+    drafts, drafted = torch.rand(2, 3, 8), torch.zeros(2, 3, dtype=torch.int32)
+    chain = sampling.chain_speculative_sampling
+    cases = [
+        (
+            lambda: sampling.sampling_from_logits(logits, indices=torch.tensor([5])),
+            "indices[0] = 5: expected a row of logits in [0, 2)",
+        ),
+        (
+            lambda: sampling.top_p_sampling_from_probs(probs, torch.ones(3)),
+            "top_p: expected num_samples = 2 (from probs) at dimension 0, got shape [3]",
+        ),
+        (
+            lambda: sampling.top_k_mask_logits(logits, torch.ones(3).int()),
+            "top_k: expected num_rows = 2 (from logits) at dimension 0, got shape [3]",
+        ),
+        (
+            lambda: sampling.top_k_renorm_probs(probs[0], 3),
+            "probs: expected shape [num_rows, vocab_size], got shape [8]",
+        ),
+        (
+            lambda: sampling.softmax(logits[0]),
+            "logits: expected shape [num_rows, vocab_size], got shape [8]",
+        ),
+        (
+            lambda: chain(drafts, drafted, drafts),
+            "target_probs: expected num_draft + 1 = 4 (from draft_token_ids) at dimension 1, got "
+            "shape [2, 3, 8]",
+        ),
+        (
+            lambda: chain(drafts, drafted.float(), drafts),
+            "draft_token_ids: expected int32 or int64, got torch.float32",
+        ),
+        (
+            lambda: chain(drafts, drafted[0], drafts),
+            "draft_token_ids: expected shape [batch, drafted], got [3]",
+        ),
+        (
+            lambda: chain(drafts, drafted, torch.rand(2, 4, 8), drafted[0]),
+            "maybe_output_accepted_token_num: expected shape [2], got [3]",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(RuntimeError, match=f"^flashinfer.sampling: {re.escape(message)}$"):
+            call()
+
+
 def test_what_differs_is_refused() -> None:
     logits, ones = torch.zeros(2, 8), torch.ones(1, dtype=torch.int64)
     cases = [

@@ -71,6 +71,10 @@ def test_min_tokens(overlap: bool, graphs: bool, device: str) -> None:
         ),
         ({"bad_words": [[1, 500]]}, "Engine: bad_words: expected tokens from 0 to 127, got 500"),
         (
+            {"stop_token_ids": [128]},
+            "Engine: stop_token_ids: expected tokens from 0 to 127, got 128",
+        ),
+        (
             {"bad_words": ["word"]},
             "Engine: bad_words: expected token ids (there is no tokenizer), got 'word'",
         ),

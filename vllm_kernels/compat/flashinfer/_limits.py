@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import InvalidArgument, InvalidType
+from ...errors import Error, InvalidArgument, InvalidType
+from ...ops._refusals import renamed
 from .._checks import check_integers, check_tensors
 
 SAMPLING = "flashinfer.sampling"
+
+
+def called(op: Callable[..., Any], words: Mapping[str, str], *args: Any, **given: Any) -> Any:
+    """What the op returns. Its errors have FlashInfer's names: ``words``, by the op's."""
+    try:
+        return op(*args, **given)
+    except Error as error:
+        raise renamed(error, SAMPLING, words) from None
 
 
 def per_row(

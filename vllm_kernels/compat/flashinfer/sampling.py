@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ... import ops
 from ...errors import Unsupported
-from .._checks import check_integers
+from .._checks import check_given_integers, check_integers, wrong
 from ._common import not_served
-from ._limits import SAMPLING, check_floats, of_rows, of_samples, per_row
+from ._limits import SAMPLING, called, check_floats, of_rows, of_samples, per_row
 from ._seeds import seeds_and_offsets
 
 __all__ = [
@@ -64,7 +64,7 @@ def softmax(
     """
     check_floats("logits", logits)
     divisors = per_row("temperature", temperature, len(logits), logits.device, torch.float32)
-    return ops.softmax(logits, divisors)
+    return called(ops.softmax, {}, logits, divisors)
 
 
 def sampling_from_logits(
@@ -335,7 +335,7 @@ def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:
     """
     check_floats("logits", logits)
     k = per_row("top_k", top_k, len(logits), logits.device, torch.int32)
-    return ops.top_k_top_p_mask_(logits.clone(), k)
+    return called(ops.top_k_top_p_mask_, {}, logits.clone(), k)
 
 
 def chain_speculative_sampling(
@@ -381,14 +381,28 @@ def chain_speculative_sampling(
             "chain_speculative_sampling: seed: expected None, got random numbers of a seed: give a "
             "generator"
         )
+    check_integers(SAMPLING, draft_token_ids=draft_token_ids)
+    check_floats("draft_probs", draft_probs)
+    check_floats("target_probs", target_probs)
+    if draft_token_ids.dim() != 2:
+        raise wrong(SAMPLING, "draft_token_ids", "shape [batch, drafted]", draft_token_ids)
     batch, drafted = draft_token_ids.shape
     device = draft_probs.device
+    totals = {
+        "maybe_output_accepted_token_num": maybe_output_accepted_token_num,
+        "maybe_output_emitted_draft_token_num": maybe_output_emitted_draft_token_num,
+    }
+    check_given_integers(SAMPLING, **totals)
+    for name, total in totals.items():
+        if total is not None and total.shape != (batch,):
+            raise wrong(SAMPLING, name, f"shape [{batch}]", total)
     uniforms = torch.rand(batch, drafted + 1, 2, device=device, generator=generator)
     draft_probs, target_probs = draft_probs.float(), target_probs.float()
     draft_tokens = draft_token_ids.long()
-    tokens, emitted = ops.spec_verify(
-        draft_tokens, target_probs=target_probs, draft_probs=draft_probs, uniforms=uniforms
-    )
+    tokens, emitted = called(
+        ops.spec_verify, {"draft_tokens": "draft_token_ids"}, draft_tokens,
+        target_probs=target_probs, draft_probs=draft_probs, uniforms=uniforms,
+    )  # fmt: skip
     # A token outside the vocabulary is rejected, and reads nothing outside it.
     inside = draft_tokens.clamp(0, draft_probs.shape[2] - 1)
     drawn_from, wanted = (
@@ -396,13 +410,11 @@ def chain_speculative_sampling(
         for probs in (draft_probs, target_probs)
     )
     kept = (uniforms[:, :drafted, 0] * drawn_from < wanted) & (inside == draft_tokens)
-    results = []
-    for total, count in (
-        (maybe_output_accepted_token_num, kept.sum(1, dtype=torch.int32)),
-        (maybe_output_emitted_draft_token_num, emitted),
-    ):
-        results.append(count if total is None else total.add_(count))
-    return tokens.int(), results[0], results[1]
+    accepted, emitted = (
+        count if total is None else total.add_(count)
+        for total, count in zip(totals.values(), (kept.sum(1, dtype=torch.int32), emitted))
+    )
+    return tokens.int(), accepted, emitted
 
 
 def _sample(
@@ -411,6 +423,7 @@ def _sample(
     generator: torch.Generator | None,
     seed: int | Tensor | None,
     offset: int | Tensor | None,
+    name: str = "logits",
     **limits: Tensor | float,
 ) -> Tensor:
     if indices is not None:
@@ -420,12 +433,12 @@ def _sample(
     seeds, offsets = seeds_and_offsets(batch, device, generator, seed, offset)
     dtypes = {"top_k": torch.int32}
     given: dict[str, Any] = {
-        name: per_row(name, of_samples(limit, rows), batch, device, dtypes.get(name, torch.float32))
-        for name, limit in limits.items()
+        key: per_row(key, of_samples(limit, rows), batch, device, dtypes.get(key, torch.float32))
+        for key, limit in limits.items()
     }
-    tokens = ops.sample(
-        logits, temperature=torch.ones(batch, device=device), seeds=seeds, offsets=offsets,
-        rows=rows, **given,
+    tokens = called(
+        ops.sample, {"rows": "indices", "logits": name}, logits, rows=rows, seeds=seeds,
+        offsets=offsets, temperature=torch.ones(batch, device=device), **given,
     )  # fmt: skip
     return tokens.to(torch.int32 if indices is None else indices.dtype)
 
@@ -441,7 +454,7 @@ def _sample_probs(
     **limits: Tensor | float,
 ) -> Drawn:
     check_floats("probs", probs, check_nan)
-    tokens = _sample(probs.float().log(), indices, generator, seed, offset, **limits)
+    tokens = _sample(probs.float().log(), indices, generator, seed, offset, "probs", **limits)
     if not return_valid:
         return tokens
     highest = probs.amax(1)
@@ -454,7 +467,7 @@ def _renormalized(probs: Tensor, **limits: Tensor | float) -> Tensor:
     masked = probs.float().log()
     k = per_row("top_k", limits.get("top_k"), len(probs), probs.device, torch.int32)
     p = per_row("top_p", limits.get("top_p"), len(probs), probs.device, torch.float32)
-    ops.top_k_top_p_mask_(masked, k, p)
+    called(ops.top_k_top_p_mask_, {"logits": "probs"}, masked, k, p)
     kept = torch.where(masked > -torch.inf, probs.float(), 0.0)
     return kept / kept.sum(1, keepdim=True)
 

@@ -86,6 +86,7 @@ def constraints_of(
     _refuse_outside("logit_bias", bias, vocabulary)
     _refuse_outside("allowed_token_ids", allowed, vocabulary)
     _refuse_outside("bad_words", [token for word in words for token in word], vocabulary)
+    _refuse_outside("stop_token_ids", params.stop_token_ids, vocabulary)
     bias |= {word[0]: -np.inf for word in words if len(word) == 1}
     ends = set() if params.ignore_eos else set(end_tokens)
     ends |= {int(token) for token in params.stop_token_ids}
