@@ -90,9 +90,10 @@ def test_classes_of_several_rounds(layout):
     check_shared(make(lens, 40 * [40], layout=layout))
 
 
+@pytest.mark.parametrize("stored", [None, E4M3])
 @pytest.mark.parametrize("length", [2047, 2048, 2049, 2175, 2176, 2177, 2559, 4095, 4096, 4097])
-def test_ends_of_splits(layout, length):
-    check_shared(make([length], [32], layout=layout))
+def test_ends_of_splits(layout, length, stored):
+    check_shared(make([length], [32], layout=layout, stored=stored))
 
 
 @pytest.mark.parametrize("seqs", [3, 40])
@@ -112,8 +113,9 @@ def test_unequal_lengths(layout, seqs):
     ],
     ids=str,
 )
-def test_options(layout, options):
-    check_shared(make([4100, 2100], [64, 64], layout=layout, **options))
+@pytest.mark.parametrize("stored", [None, E4M3])
+def test_options(layout, options, stored):
+    check_shared(make([4100, 2100], [64, 64], layout=layout, stored=stored, **options))
 
 
 @pytest.mark.parametrize(
@@ -192,10 +194,12 @@ def test_contiguous_8_bit_keys(head_size, stored):
         check_varlen(make([4100, 700, 3000], 3 * [queries], **shape))
 
 
-@pytest.mark.parametrize("group, queries", [(7, 50), (7, 9), (71, 50)])
-def test_other_groups(layout, group, queries):
+@pytest.mark.parametrize("stored", [None, E4M3])
+@pytest.mark.parametrize("group, queries", [(7, 50), (7, 9), (71, 7), (71, 50)])
+def test_other_groups(layout, group, queries, stored):
     """They do not divide the rows of a tile, so no TMA box has its queries."""
-    check_shared(make([4100], [queries], heads=group, kv_heads=1, layout=layout))
+    shape = {"heads": group, "kv_heads": 1, "layout": layout, "stored": stored}
+    check_shared(make([4100], [queries], **shape))
 
 
 def test_gathered_rows():
@@ -246,6 +250,14 @@ def test_rows_of_any_magnitude(layout, stored):
     torch.testing.assert_close(out[1::2].double(), want[1::2], atol=2e-3, rtol=2e-2)
 
 
+def test_a_scale_of_zero(layout):
+    """Beside small queries, whose scale is small, too: what is masked stays masked."""
+    case = make([4100, 3000], [40, 40], layout=layout, stored=torch.int8, scales_per_head=True)
+    case.options["k_scale"][::2] = 0
+    case.query[1::2] *= 2.0**-40
+    check_shared(case)
+
+
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_token_scales(layout, head_size):
     """int8 with a scale for each token: producers apply it."""
@@ -269,9 +281,10 @@ def test_8_bit_products(layout, head_size):
     check_shared(case)
 
 
-def test_bad_block_ids(layout):
+@pytest.mark.parametrize("stored", [None, E4M3])
+def test_bad_block_ids(layout, stored):
     """Such tokens are not there, also where they are all of a split."""
-    case = make([4096], [64], layout=layout)
+    case = make([4096], [64], layout=layout, stored=stored)
     case.block_tables[0, 64:128] = -1
     assert shares_keys(case) == ON_HOPPER
     tables = torch.cat([case.block_tables[:, :64], case.block_tables[:, 128:]], 1)

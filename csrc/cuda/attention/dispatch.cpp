@@ -129,10 +129,10 @@ bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
   const TokenScales& scales = p.token_scales;
   const bool can_scale = scales.key_block_stride == scales.value_block_stride &&
                          scales.key_head_stride == scales.value_head_stride;
+  const bool is_slow = scales.any() || sm90_obstacles != kNoObstacle;
   // The room depends on the batch. With fixed_split_size the kernel must not.
   return p.fixed_split_size == 0 && can_scale && (sm90_obstacles & ~kGone) == kNoObstacle &&
-         (((is_8_bit || sm90_obstacles != kNoObstacle) &&
-           rows >= gather_rows(p.kv, scales.any())) ||
+         (((is_8_bit || sm90_obstacles != kNoObstacle) && rows >= gather_rows(p.kv, is_slow)) ||
           (has_slow_rows && rows >= kGatherSlowRows));
 }
 

@@ -13,9 +13,9 @@ namespace vllm_kernels::cuda {
 bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
                      bool has_8_bit_products);
 
-// Whether prefill sm90, if it can split its tiles, is faster than decode for kDecodeRowsOfSplits to
-// kDecodeRows rows of a sequence. Over 8-bit caches it dequantizes keys more slowly than memory
-// gives them.
+// Whether prefill sm90, if it can split its tiles, is faster than decode. A sequence has more than
+// kDecodeRowsOfSplits rows, up to kDecodeRows. Over 8-bit caches prefill dequantizes keys more
+// slowly than memory gives them.
 bool beats_decode(const PagedAttentionParams& p, const DeviceModel& device);
 
 }  // namespace vllm_kernels::cuda

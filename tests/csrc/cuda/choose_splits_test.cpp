@@ -118,8 +118,9 @@ TEST(ChooseKernel, UnequalLengthsMaySplit) {
 
 TEST(ChooseKernel, EightBitCachesAreGatheredFrom768Rows) {
   const auto choose = [](int query_len, int64_t tokens, int seqs, int head_size, KvLayout layout,
-                         bool scaled = false) {
+                         bool scaled = false, float softcap = 0.0f) {
     PagedAttentionParams p = few_tiles(tokens);
+    p.softcap = softcap;
     p.kv.layout = layout;
     p.kv.head_size = head_size;
     set_fp8(p);
@@ -135,6 +136,7 @@ TEST(ChooseKernel, EightBitCachesAreGatheredFrom768Rows) {
   EXPECT_EQ(choose(190, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
   EXPECT_GT(choose(128, 1000, 4, 128, KvLayout::kNHD, true).gathered_rows, 0);
   EXPECT_EQ(choose(120, 1000, 4, 128, KvLayout::kNHD, true).gathered_rows, 0);
+  EXPECT_GT(choose(128, 1000, 4, 128, KvLayout::kNHD, false, 5.0f).gathered_rows, 0);
   EXPECT_EQ(choose(192, 1000, 4, 64, KvLayout::kNHD).gathered_rows, 0);
   EXPECT_EQ(choose(192, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
   EXPECT_GT(choose(256, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);

@@ -79,11 +79,10 @@ constexpr int kSkew = 8;
 // 128x16_one_40k: 379 to 152.)
 constexpr float kTimeOfUnequalSplits = 5500.0f, kUnequalTokens = 3000.0f, kUnequalRounds = 8.0f;
 constexpr int kUnequalSeqs = 128;
-// 8-bit caches, kDecodeRowsOfSplits to kDecodeRows rows of a sequence: prefill sm90 takes them up
-// to so many estimated tokens of a CTA, in NHD and HND or with scales of tokens, and in layout
-// vllm. (prefill/dequantize.md, e4m3, NHD: 32x16_on_500, 1001 tokens: 41 to 26 us; 4x16_on_8k,
-// 1990: 46 to 47; 16x16_on_4k, 3988: 63 to 72. Layout vllm: 16x16_on_4k 62 to 57; 32x16_on_4k,
-// 7975: 111 to 120.)
+// 8-bit caches, more than kDecodeRowsOfSplits rows of a sequence, up to kDecodeRows: prefill sm90
+// takes them up to so many estimated tokens of a CTA. The first is for NHD and HND, and for scales
+// of tokens. (prefill/dequantize.md, e4m3, NHD: 32x16_on_500, 1001 tokens: 41 to 26 us;
+// 16x16_on_4k, 3988: 63 to 72. Layout vllm: 16x16_on_4k 62 to 57; 32x16_on_4k, 7975: 111 to 120.)
 constexpr float kTokensOfFewRows = 1900.0f, kTokensOfFewRowsVllm = 5000.0f;
 
 // Prefill sm90: the estimated time of `tiles` work tiles if each is split, in tokens of a CTA.
@@ -131,24 +130,24 @@ constexpr float kReadShareOfBus = 0.854f;
 constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
 
 // Prefill sm90: from so many query rows of a sequence on, K and V are gathered to 16-bit keys
-// first, if all sequences fit. The first two: 8-bit caches of heads above 64 that are not in layout
-// vllm, with scales of tokens and without. (prefill/dequantize.md, 4x128_on_8k, 512 rows, NHD: int8
-// with scales of tokens 232 to 185 us, e4m3 158 to 176; 1x200_on_8k_fp8, 800 rows: 93 to 86.) The
-// third: others that prefill sm90 reads slowly or not at all. (prefill/any_shape.md, H100, NHD
-// e4m3, 4 sequences on 8k, 1024 rows: 362 to 294 us.)
-constexpr int kGatherRowsOfScaled = 512, kGatherRows = 768, kManyGatherRows = 1024;
+// first. The first two need room for all sequences. They are for 8-bit caches of heads above 64
+// that are not in layout vllm: those that prefill sm90 reads slowly or not at all, and others.
+// (prefill/dequantize.md, 4x128_on_8k, 512 rows, NHD: int8 with scales of tokens 232 to 184 us,
+// e4m3 161 to 176; 1x200_on_8k_fp8, 800 rows: 93 to 86.) The third is for all other caches.
+// (prefill/any_shape.md, H100, NHD e4m3, 4 sequences on 8k, 1024 rows: 362 to 294 us.)
+constexpr int kGatherRowsOfSlow = 512, kGatherRows = 768, kManyGatherRows = 1024;
 // The same for 16-bit rows of NHD and HND that begin within a sector of 32 bytes. (No row. With
 // 4096 rows it loses: any_shape.md, d72_8x1k 136 to 155 us.)
 constexpr int kGatherSlowRows = 16384;
 // Likewise for int4, which prefill sm90 reads in no other way. (decode/int4.md, H200, 8 sequences
 // on 4k: 256 rows 335 to 198 us; 128 rows take 145 us.)
 constexpr int kGatherRowsOfInt4 = 256;
-inline int gather_rows(const PagedKv& kv, bool has_token_scales) {
+inline int gather_rows(const PagedKv& kv, bool is_slow) {
   if (values_of(kv.dtype) > 1) return kGatherRowsOfInt4;
   if (size_of(kv.dtype) > 1 || kv.layout == KvLayout::kVllm || kv.head_size <= 64) {
     return kManyGatherRows;
   }
-  return has_token_scales ? kGatherRowsOfScaled : kGatherRows;
+  return is_slow ? kGatherRowsOfSlow : kGatherRows;
 }
 // Prefill sm90: from so many query rows of a sequence on, e4m3 queries are multiplied in 8 bits.
 // (prefill/fp8_queries.md, 300x96_fp8: 384 rows 422 to 232 us.)
@@ -216,7 +215,8 @@ struct PrefillTuning {
 // adjusts: scores have a softcap or ALiBi. Rows of prefill/sm90_mainloop.md, in us. Heads
 // of 64 (e_d64_4x2k): 162; two consumers with 128 tokens 173; 112 tokens 163. Heads of 128
 // (a_1x8k): 771; 785 with queries in shared memory. Heads of 256: 80 tokens instead of 64 spill
-// (409 to 406).
+// (409 to 406). 8-bit caches, heads of 128: 128 tokens and two stages take 38.7 us, 96 and
+// three 34.4 (prefill/dequantize.md, 1x64_on_8k).
 constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_is_8bit) {
   if (cache_is_8bit) {
     if (head_size <= 64) {

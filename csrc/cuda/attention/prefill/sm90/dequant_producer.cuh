@@ -1,5 +1,5 @@
 // The dequant producer warps of the sm90 prefill kernel (prefill_kernel.cuh), for 8-bit caches.
-// They read K and V with cp.async, upcast them to the query's type and store them as wgmma
+// They read K and V with cp.async, upcast them to 16 bits and store them as wgmma
 // operands. The upcast is exact: k_scale is applied to scores, v_scale to the output.
 //
 // A scale a token is applied here, in float32, and the product is rounded once to 16 bits, as an
@@ -100,8 +100,8 @@ __device__ __forceinline__ uint4 mask_bytes(uint4 elements, int low, int high) {
           masked(elements.w, 12)};
 }
 
-// Where a lane's dimensions dim .. dim + 7 of a token end in a KV tile, or, for V of layout vllm, 8
-// tokens of a dimension. `half`: of its chunk. mainloop.cuh has the layout.
+// Where half `half` of a lane's chunk ends in a KV tile: 8 dimensions of a token. For V of layout
+// vllm: 8 tokens of a dimension. mainloop.cuh has the layout.
 template <typename Config, bool kValue>
 __device__ __forceinline__ uint32_t operand_offset(int box, int token_of_lane, int dim, int half) {
   constexpr uint32_t kBoxBytes = PrefillMma<Config>::kBoxBytes;
@@ -289,7 +289,8 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
 }
 
 // Calls with_cache(Cache{}) with the cache's type. Keys times the scale of their token may not fit
-// fp16. So kernels that convert queries have no such caches, and others for such caches alone.
+// fp16. So kernels that convert queries take no such cache. Kernels of bfloat16 and the same heads
+// that do not convert take nothing else.
 template <typename Config, typename Action>
 __device__ __forceinline__ void dispatch_dequantized(const PagedAttentionParams& p,
                                                      const Action& with_cache) {

@@ -64,8 +64,8 @@ struct PrefillCta {
 };
 
 // Whether bfloat16 queries over 8-bit caches without scales of tokens become fp16, as K and V do:
-// fp16 represents all values of such caches, and one instruction converts two.
-// (prefill/dequantize.md, 1x128_on_8k_fp8: 50.5 to 46.3 us. Heads of 192 spill.)
+// fp16 represents all values of such caches, and takes fewer instructions to convert to.
+// (prefill/dequantize.md, 1x128_on_8k: 50.5 to 45.5 us. Heads of 192 spill.)
 template <typename T>
 constexpr bool multiplies_in_fp16(int head_size) {
   return std::is_same_v<T, __nv_bfloat16> && head_size <= 128;
@@ -136,7 +136,8 @@ struct PrefillMma {
   static constexpr uint32_t kQueryColumn = Config::kRows * 128;
   static constexpr bool kQueryInRegisters = Config::kQueryInRegisters;
   // log2 of P where row_max is raised, and of the largest P. 8 bits have few values below 1.
-  // fp16 has none below 2^-24: with 2^7 it keeps more of many small P.
+  // fp16 has none below 2^-24: with 2^7 it keeps more of many small P. Scores of 2^24 or more are
+  // rounded so much that P may not fit.
   static constexpr float kLogP = kHas8Bit ? 8.0f : Config::kConvertsQueries ? 7.0f : 0.0f;
   static constexpr float kMaxLogP =
       kHas8Bit ? 8.75f : kLogP + kRescaleThreshold;  // e4m3: up to 448
@@ -175,7 +176,7 @@ struct PrefillMma {
     }
   }
   // kConvertsQueries: makes this warpgroup's queries at `rows` fp16, in place. Each row is
-  // multiplied by a power of two (query_scale()); `inverse` gets those of this lane's rows.
+  // multiplied by a power of two (query_scale()). `inverse` gets the inverses, of this lane's rows.
   __device__ __forceinline__ void convert_query(uint32_t rows, int thread, float (&inverse)[2]) {
     constexpr int kChunks = kHeadSize / 32;  // of a lane, in a row
 #pragma unroll

@@ -136,10 +136,10 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
     if constexpr (Config::kConvertsQueries) {
       float inverse[2];
       tile.convert_query(query + queries.index * Config::kQueryBytes, thread, inverse);
-      score_scale[0] = scale * inverse[0];
-      score_scale[1] = scale * inverse[1];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) score_scale[r] = usable_scale(scale * inverse[r]);
       fence_async_proxy();
-      warpgroup_barrier(1 + warpgroup);
+      warpgroup_barrier(warpgroup);
     }
     if constexpr (Config::kQueryInRegisters) {
       tile.load_query(query + queries.index * Config::kQueryBytes, thread);
