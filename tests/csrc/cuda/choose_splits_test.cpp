@@ -36,9 +36,11 @@ void set_queries(PagedAttentionParams& p, int seqs, int query_len) {
   p.num_tokens = seqs * query_len;
 }
 
-void set_fp8(PagedAttentionParams& p) {
-  p.kv.dtype = DType::kFp8E4M3;
+// e4m3, or int8 with a scale per token.
+void set_8_bits(PagedAttentionParams& p, bool scaled = false) {
+  p.kv.dtype = scaled ? DType::kInt8 : DType::kFp8E4M3;
   set_strides(p.kv);
+  if (scaled) p.token_scales.key = p.token_scales.value = static_cast<const float*>(at(64));
 }
 
 // Few work tiles of short sequences: prefill is faster than decode, though it splits none of them.
@@ -61,7 +63,7 @@ TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
   };
   PagedAttentionParams p = few_tiles(1000);
   EXPECT_TRUE(is_prefill(p));
-  set_fp8(p);
+  set_8_bits(p);
   EXPECT_TRUE(is_prefill(p));
   p = few_tiles(1000);
   p.kv.head_size = 96;
@@ -83,11 +85,7 @@ TEST(ChooseKernel, FewRowsOverManyKeysAreDecode) {
   const auto is_prefill = [](int64_t tokens, KvLayout layout, bool scaled) {
     PagedAttentionParams p = few_tiles(tokens);
     p.kv.layout = layout;
-    set_fp8(p);
-    if (scaled) {
-      p.kv.dtype = DType::kInt8;
-      p.token_scales.key = p.token_scales.value = static_cast<const float*>(at(64));
-    }
+    set_8_bits(p, scaled);
     set_queries(p, 16, 16);
     return choose_kernel(p, kDevices[2].model).main.kernel == AttentionKernel::kPrefillSm90;
   };
@@ -123,11 +121,7 @@ TEST(ChooseKernel, EightBitCachesAreGatheredFrom768Rows) {
     p.softcap = softcap;
     p.kv.layout = layout;
     p.kv.head_size = head_size;
-    set_fp8(p);
-    if (scaled) {
-      p.kv.dtype = DType::kInt8;
-      p.token_scales.key = p.token_scales.value = static_cast<const float*>(at(64));
-    }
+    set_8_bits(p, scaled);
     p.query_stride = p.out_stride = 32 * head_size;
     set_queries(p, seqs, query_len);
     return choose_kernel(p, kDevices[2].model);

@@ -150,8 +150,8 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
   constexpr int kWarpBoxes = (kBoxes + kDequantWarps - 1) / kDequantWarps;
   using Scales = TileScales<kWarpBoxes>;
   constexpr int kChunks = Config::kHeadSize / 32;  // of a lane, in a box
-  constexpr bool kHasRoom = kChunks <= 4;          // for more registers
-  // Chunks that a lane loads before it stores the first. Scales leave no registers for more.
+  constexpr bool kHasRoom = kChunks <= 4;          // registers can hold all chunks of a box
+  // Chunks loaded before one is stored. Scales need the registers. opaque() saves more of them.
   constexpr int kLoads = kScaled ? 1 : kHasRoom ? kChunks : 2;
   const PagedKv& kv = p.kv;
   const int token_of_lane = kChunkIsTokens ? 0 : lane % 16;

@@ -131,7 +131,6 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
     if (kMayHaveScale && p.kv.k_scale != nullptr) {
       scale *= usable_scale(p.kv.k_scale[work_tile.kv_head * p.kv.scale_stride]);
     }
-    score_scale[0] = scale;
     barrier_wait(shared_address(&shared.query_full[queries.index]), queries.phase);
     if constexpr (Config::kConvertsQueries) {
       float inverse[2];
@@ -140,6 +139,8 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
       for (int r = 0; r < 2; ++r) score_scale[r] = usable_scale(scale * inverse[r]);
       fence_async_proxy();
       warpgroup_barrier(warpgroup);
+    } else {
+      score_scale[0] = scale;
     }
     if constexpr (Config::kQueryInRegisters) {
       tile.load_query(query + queries.index * Config::kQueryBytes, thread);
