@@ -224,6 +224,7 @@ constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_i
               .key_stages = 3,
               .value_stages = 3,
               .query_stages = 2,
+              .query_in_registers = true,
               .consumer_registers = 192,
               .producer_registers = 64};
     }
@@ -231,8 +232,9 @@ constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_i
       return {.tokens = 96,
               .key_stages = 3,
               .value_stages = 3,
-              .consumer_registers = 176,
-              .producer_registers = 80};
+              .query_in_registers = true,
+              .consumer_registers = head_size <= 96 ? 176 : 200,
+              .producer_registers = head_size <= 96 ? 80 : 56};
     }
     return {.tokens = 64,
             .key_stages = 2,

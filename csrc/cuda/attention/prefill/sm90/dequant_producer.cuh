@@ -89,33 +89,44 @@ __device__ __forceinline__ float token_scale(const TokenScales& all, int block, 
 
 // Keeps the bytes with an index in [low, high); the others become 0.
 __device__ __forceinline__ uint4 mask_bytes(uint4 elements, int low, int high) {
+  const auto bytes_from = [](int index) {  // of a word. The shift clamps to 32
+    return __funnelshift_lc(0, ~0u, max(index, 0) * 8);
+  };
   const auto masked = [&](uint32_t word, int first) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (first + i < low || first + i >= high) word &= ~(0xffu << 8 * i);
-    }
-    return word;
+    return word & bytes_from(low - first) & ~bytes_from(high - first);
   };
   return {masked(elements.x, 0), masked(elements.y, 4), masked(elements.z, 8),
           masked(elements.w, 12)};
 }
 
-// Where half `half` of a lane's chunk ends in a KV tile: 8 dimensions of a token. For V of layout
-// vllm: 8 tokens of a dimension. mainloop.cuh has the layout.
+// Where the chunks of a lane end in a KV tile. Chunk j has 16 dimensions of a token. For V of layout
+// vllm it has 16 tokens of a dimension. mainloop.cuh has the layout. A box begins at a multiple of
+// 128 bytes, so constants can flip bits of an address: one instruction, and no register of the loop.
 template <typename Config, bool kValue>
-__device__ __forceinline__ uint32_t operand_offset(int box, int token_of_lane, int dim, int half) {
-  constexpr uint32_t kBoxBytes = PrefillMma<Config>::kBoxBytes;
-  if constexpr (Config::kForm == KvForm::kSwizzledRows) {
-    const int chunk = dim / 8 + half, row = box * kPrefillBoxTokens + token_of_lane;
-    return chunk / 8 * (Config::kTokens * 128) + row * 128 + ((chunk ^ row) % 8) * 16;
-  } else if constexpr (kValue) {
-    const int chunk = dim * 2 + half;
-    return box * kBoxBytes + (chunk ^ (chunk >> 3 & 7)) * 16;
-  } else {
-    return box * kBoxBytes + token_of_lane / 8 * (kBoxBytes / 2) + (dim / 8 + half) * 128 +
-           token_of_lane % 8 * 16;
+struct ChunkAddresses {
+  static constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
+  static constexpr uint32_t kBoxBytes = PrefillMma<Config>::kBoxBytes;
+  static constexpr uint32_t kBoxStep = kRowForm ? kPrefillBoxTokens * 128 : kBoxBytes;
+
+  uint32_t of_lane;  // bytes from a box to half 0 of chunk 0
+
+  __device__ __forceinline__ explicit ChunkAddresses(uint32_t lane) {
+    const uint32_t token = lane % 16, part = lane / 16;  // K, and V in rows
+    if constexpr (kRowForm) {
+      of_lane = token * 128 + (2 * part ^ token % 8) * 16;
+    } else if constexpr (kValue) {
+      of_lane = (2 * lane ^ lane / 4) * 16;
+    } else {
+      of_lane = token / 8 * (kBoxBytes / 2) + part * 256 + token % 8 * 16;
+    }
   }
-}
+  // Half `half` of chunk j: 8 elements. `first`: half 0 of chunk 0.
+  static __device__ __forceinline__ uint32_t at(uint32_t first, int j, int half) {
+    if constexpr (kRowForm) return (first ^ (j % 2 * 64 + half * 16)) + j / 2 * Config::kTokens * 128;
+    if constexpr (kValue) return (first ^ half * 16) + j * 1024;
+    return first + (j * 4 + half) * 128;
+  }
+};
 
 // Stores a chunk as 16 elements of T: half i at address(i). of_tokens: ScaledInt8's scale of the
 // chunk's token, or of its tokens.
@@ -143,6 +154,7 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
                                                  uint32_t raw, int warp, int lane) {
   using T = typename Config::Operand;
   using Pages = TilePages<Config>;
+  using Addresses = ChunkAddresses<Config, kValue>;
   constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
   constexpr bool kChunkIsTokens = kValue && !kRowForm;  // else it is 16 dimensions
   constexpr bool kScaled = kHasTokenScales<Cache>;
@@ -151,8 +163,9 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
   using Scales = TileScales<kWarpBoxes>;
   constexpr int kChunks = Config::kHeadSize / 32;  // of a lane, in a box
   constexpr bool kHasRoom = kChunks <= 4;          // registers can hold all chunks of a box
-  // Chunks loaded before one is stored. Scales need the registers. opaque() saves more of them.
+  // Chunks loaded before one is stored. Scales need the registers.
   constexpr int kLoads = kScaled ? 1 : kHasRoom ? kChunks : 2;
+  constexpr bool kEarlyAddress = kHasRoom && !(kScaled && kChunkIsTokens);
   const PagedKv& kv = p.kv;
   const int token_of_lane = kChunkIsTokens ? 0 : lane % 16;
   const int dim_of_lane = kChunkIsTokens ? lane : lane / 16 * 16;
@@ -162,10 +175,10 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
   const int64_t dim_stride = kChunkIsTokens ? kv.value_dim_stride
                              : kRowForm     ? 1
                                             : kv.key_chunk_stride / 16;
-  const char* lane_base =
-      static_cast<const char*>(kValue ? kv.value : kv.key) + dim_of_lane * dim_stride;
+  const char* base = static_cast<const char*>(kValue ? kv.value : kv.key);
   const int64_t head_stride = kValue ? kv.value_head_stride : kv.key_head_stride;
   raw += warp * Config::kRawBytes + lane * 16;
+  const Addresses addresses(lane);
   // Chunks past the head size stay zero.
   const int lane_chunks = (shape.head_size - dim_of_lane + 31) / 32;
   for (int chunk = 0; chunk < Config::kRawBytes; chunk += 512) {
@@ -175,7 +188,9 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
   PipelineState<kValue ? Config::kValueStages : Config::kKeyStages> state;
   for_each_tile(shared, lane, [&](const SplitTile& work_tile) {
     Pages pages(p, shape, work_tile, lane);
-    const char* head_base = lane_base + work_tile.kv_head * head_stride;
+    // opaque(): the product would take two registers of the loop over work tiles.
+    const char* head_base =
+        base + work_tile.kv_head * head_stride + opaque(dim_of_lane) * dim_stride;
     const auto token_of = [&](int number) {  // first token of KV tile `number`
       return (work_tile.first_tile + work_tile.tiles - 1 - number) * Config::kTokens;
     };
@@ -196,11 +211,10 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
                      : nullptr;
     };
     const auto fetch = [&](int k, const char* source) {
-      const char* from = source != nullptr ? source : lane_base;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         if (j < lane_chunks) {
-          copy16_async(raw + (k * kChunks + j) * 512, from + j * 32 * dim_stride,
+          copy16_async(raw + (k * kChunks + j) * 512, source + j * 32 * dim_stride,
                        source != nullptr ? 16 : 0);
         }
       }
@@ -255,7 +269,8 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
         float of_tokens[kChunkIsTokens ? 16 : 1];  // kScaled: the scales of this lane's tokens
         if constexpr (kScaled) scales.get(k, token_of_lane, of_tokens);
         const auto next_source = [&] { return has_next ? source_of(i + 1, box) : nullptr; };
-        const char* next = kHasRoom ? next_source() : nullptr;
+        const char* next = kEarlyAddress ? next_source() : nullptr;
+        const uint32_t first = stage + box * Addresses::kBoxStep + addresses.of_lane;
         uint4 chunks[kLoads];
 #pragma unroll
         for (int j = 0; j < kChunks; ++j) {
@@ -269,13 +284,10 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
           if (kChunkIsTokens && !is_whole_box) {
             elements = mask_bytes(elements, work_tile.begin - token, work_tile.end - token);
           }
-          const int dim = j * 32 + (kHasRoom ? dim_of_lane : opaque(dim_of_lane));
-          const auto address = [&](int half) {
-            return stage + operand_offset<Config, kValue>(box, token_of_lane, dim, half);
-          };
+          const auto address = [&](int half) { return Addresses::at(first, j, half); };
           store_chunk<T, Cache>(elements, address, of_tokens);
         }
-        if (has_next) fetch(k, kHasRoom ? next : next_source());  // its buffer has been read
+        if (has_next) fetch(k, kEarlyAddress ? next : next_source());  // its buffer has been read
         commit_copies();
       }
       scales = next_scales;

@@ -138,7 +138,11 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
 #pragma unroll
       for (int r = 0; r < 2; ++r) score_scale[r] = usable_scale(scale * inverse[r]);
       fence_async_proxy();
-      warpgroup_barrier(warpgroup);
+      if constexpr (Config::kQueryInRegisters) {
+        __syncwarp();
+      } else {
+        warpgroup_barrier(warpgroup);
+      }
     } else {
       score_scale[0] = scale;
     }
