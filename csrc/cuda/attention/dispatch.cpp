@@ -132,7 +132,8 @@ bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
   const bool is_slow = scales.any() || sm90_obstacles != kNoObstacle;
   // The room depends on the batch. With fixed_split_size the kernel must not.
   return p.fixed_split_size == 0 && can_scale && (sm90_obstacles & ~kGone) == kNoObstacle &&
-         (((is_8_bit || sm90_obstacles != kNoObstacle) && rows >= gather_rows(p.kv, is_slow)) ||
+         (((is_8_bit || sm90_obstacles != kNoObstacle) &&
+           rows >= gather_rows(p.kv, is_slow, p.num_seqs)) ||
           (has_slow_rows && rows >= kGatherSlowRows));
 }
 
@@ -168,19 +169,22 @@ bool can_split(const PagedAttentionParams& p, bool has_8_bit_products) {
          !is_mixed(p);
 }
 
-// Reasons to run decode where both kinds of kernel could run. `splits`: prefill sm90 can split its
-// tiles. If it cannot, tiles for less than half of the SMs are a reason, too. With fixed_split_size
-// the kernel must not depend on the batch.
-uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device, bool splits) {
+// Reasons to run decode where both kinds of kernel could run. `by_sm90`: prefill would be sm90.
+// `splits`: it can split its tiles. If it cannot, tiles for few of the SMs are a reason, too. With
+// fixed_split_size the kernel must not depend on the batch.
+uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device, bool by_sm90,
+                        bool splits) {
   const int64_t group = group_of(p);
   // The most tokens that one sequence can have, if every other is a decode of one token.
   const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
   const int64_t tiles =
       (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
   const int64_t rows = p.max_query_len * group;
-  const bool few_rows = p.max_query_len <= 1 || rows <= kDecodeRowsOfSplits ||
-                        (rows <= kDecodeRows && !(splits && beats_decode(p, device))) ||
-                        (2 * tiles < device.num_sms && !splits);
+  const bool is_wide = by_sm90 && padded_for_decode(p.kv) > kWgmmaMaxHeadSize;
+  const bool few_rows =
+      p.max_query_len <= 1 || rows <= (is_wide ? kDecodeRowsOfWideHeads : kDecodeRowsOfSplits) ||
+      (rows <= kDecodeRows && !is_wide && !(splits && beats_decode(p, device))) ||
+      ((is_wide ? kSmsOfFewTilesOfWideHeads : kSmsOfFewTiles) * tiles < device.num_sms && !splits);
   return when(few_rows, kFewRows) | when(p.fixed_split_size > 0, kFixedSplit);
 }
 
@@ -375,7 +379,8 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   };
   if (p.sparse.on() || obstacles != kNoObstacle) return few_rows();
   // Most calls are decode steps. What else decides needs more time.
-  const uint32_t always = decode == kNoObstacle ? prefers_decode(p, device, true) : kNoObstacle;
+  const uint32_t always =
+      decode == kNoObstacle ? prefers_decode(p, device, true, true) : kNoObstacle;
   if ((always & kFewRows) != 0) {
     obstacles |= always;
     return few_rows();
@@ -389,7 +394,8 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   if (decode == kNoObstacle) {
     // Short sequences are not split, but also take less time than in decode. With 8-bit products
     // that was not timed: K and V may be copied first.
-    obstacles |= prefers_decode(p, device, has_8_bit_products ? splits : can);
+    const bool by_sm90 = sm90 == kNoObstacle || choice.gathered_rows > 0;
+    obstacles |= prefers_decode(p, device, by_sm90, has_8_bit_products ? splits : can);
     if (obstacles != kNoObstacle) return few_rows();
   }
   if (sm90 == kNoObstacle || choice.gathered_rows > 0) {

@@ -57,9 +57,8 @@ bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
 bool beats_decode(const PagedAttentionParams& p, const DeviceModel& device) {
   if (size_of(p.kv.dtype) > 1) return true;
   const auto [tiles, _, widest] = prefill_work(p);
-  const bool is_fast = p.kv.layout == KvLayout::kVllm && !p.token_scales.any();
-  return tiles * widest <=
-         (is_fast ? kTokensOfFewRowsVllm : kTokensOfFewRows) * static_cast<float>(device.num_sms);
+  const float tokens = p.token_scales.any() ? kTokensOfFewRowsOfScales : kTokensOfFewRows;
+  return tiles * widest <= tokens * static_cast<float>(device.num_sms);
 }
 
 }  // namespace vllm_kernels::cuda

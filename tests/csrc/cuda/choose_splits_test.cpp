@@ -79,8 +79,8 @@ TEST(ChooseKernel, FewTilesAreDecodeWithoutSplits) {
   EXPECT_FALSE(is_prefill(p));
 }
 
-// 8-bit caches, 64 rows: prefill dequantizes keys more slowly than decode, most so in NHD and with
-// scales of tokens. (prefill/dequantize.md, 16 sequences of 16 tokens on 4k.)
+// 8-bit caches, 64 rows: prefill dequantizes keys more slowly than decode, most so with scales of
+// tokens. (prefill/dequantize.md, 16 sequences of 9 tokens on 8k.)
 TEST(ChooseKernel, FewRowsOverManyKeysAreDecode) {
   const auto is_prefill = [](int64_t tokens, KvLayout layout, bool scaled) {
     PagedAttentionParams p = few_tiles(tokens);
@@ -91,11 +91,37 @@ TEST(ChooseKernel, FewRowsOverManyKeysAreDecode) {
   };
   for (const auto layout : {KvLayout::kNHD, KvLayout::kVllm}) {
     EXPECT_TRUE(is_prefill(1000, layout, false));
-    EXPECT_EQ(is_prefill(4096, layout, false), layout == KvLayout::kVllm);
+    EXPECT_TRUE(is_prefill(4096, layout, false));
     EXPECT_FALSE(is_prefill(8192, layout, false));
     EXPECT_TRUE(is_prefill(1000, layout, true));
     EXPECT_FALSE(is_prefill(4096, layout, true));
   }
+}
+
+// Heads above 128: decode has no wgmma. (prefill/any_shape.md, d160_16x8_on_4k.)
+TEST(ChooseKernel, WideHeadsAreDecodeWithFewerRows) {
+  const auto is_prefill = [](int seqs, int query_len, int head_size, DType cache, int device) {
+    PagedAttentionParams p = few_tiles(4096);
+    p.kv.head_size = head_size;
+    p.kv.dtype = cache;
+    set_strides(p.kv);
+    p.query_stride = p.out_stride = 32 * head_size;
+    set_queries(p, seqs, query_len);
+    const AttentionKernel kernel = choose_kernel(p, kDevices[device].model).main.kernel;
+    return kernel == AttentionKernel::kPrefillSm90 || kernel == AttentionKernel::kPrefillSm80;
+  };
+  const DType k16 = DType::kBFloat16, k8 = DType::kFp8E4M3;
+  for (const DType cache : {k16, k8}) {
+    EXPECT_TRUE(is_prefill(16, 8, 192, cache, 2));
+    EXPECT_FALSE(is_prefill(16, 4, 192, cache, 2));  // 16 rows
+    EXPECT_FALSE(is_prefill(16, 8, 128, cache, 2));
+    EXPECT_FALSE(is_prefill(1, 64, 192, cache, 2));  // 16 tiles
+    EXPECT_TRUE(is_prefill(1, 96, 192, cache, 2));
+  }
+  // Prefill sm80: 8-bit caches of heads of 256 that are not gathered, and other devices.
+  EXPECT_FALSE(is_prefill(16, 8, 256, k8, 2));
+  EXPECT_TRUE(is_prefill(16, 8, 256, k16, 2));
+  EXPECT_FALSE(is_prefill(16, 8, 192, k16, 0));
 }
 
 // Lengths may differ, so long launches of several sequences may be split. (prefill/splits.md)
@@ -114,7 +140,7 @@ TEST(ChooseKernel, UnequalLengthsMaySplit) {
       may_split(8, 300, 11000));  // the tiles of one sequence fill more than half of the SMs
 }
 
-TEST(ChooseKernel, EightBitCachesAreGatheredFrom768Rows) {
+TEST(ChooseKernel, EightBitCachesAreGathered) {
   const auto choose = [](int query_len, int64_t tokens, int seqs, int head_size, KvLayout layout,
                          bool scaled = false, float softcap = 0.0f) {
     PagedAttentionParams p = few_tiles(tokens);
@@ -126,24 +152,27 @@ TEST(ChooseKernel, EightBitCachesAreGatheredFrom768Rows) {
     set_queries(p, seqs, query_len);
     return choose_kernel(p, kDevices[2].model);
   };
-  EXPECT_GT(choose(192, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
-  EXPECT_EQ(choose(190, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_GT(choose(384, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_EQ(choose(380, 1000, 4, 128, KvLayout::kNHD).gathered_rows, 0);
   EXPECT_GT(choose(128, 1000, 4, 128, KvLayout::kNHD, true).gathered_rows, 0);
   EXPECT_EQ(choose(120, 1000, 4, 128, KvLayout::kNHD, true).gathered_rows, 0);
   EXPECT_GT(choose(128, 1000, 4, 128, KvLayout::kNHD, false, 5.0f).gathered_rows, 0);
-  EXPECT_EQ(choose(192, 1000, 4, 64, KvLayout::kNHD).gathered_rows, 0);
-  EXPECT_EQ(choose(192, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
-  EXPECT_GT(choose(256, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
-  EXPECT_EQ(choose(192, 100000, 4, 128, KvLayout::kNHD).gathered_rows, 0);  // there is no room
-  const AttentionChoice some = choose(256, 100000, 4, 128, KvLayout::kNHD);
+  EXPECT_EQ(choose(1500, 1000, 4, 64, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_GT(choose(1600, 1000, 4, 64, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_EQ(choose(384, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_GT(choose(512, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_GT(choose(100, 1000, 3, 192, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_EQ(choose(100, 1000, 4, 192, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_GT(choose(256, 1000, 4, 192, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_GT(choose(100, 1000, 4, 256, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_EQ(choose(380, 100000, 4, 128, KvLayout::kNHD).gathered_rows, 0);  // dequantized
+  const AttentionChoice some = choose(400, 100000, 4, 128, KvLayout::kNHD);
   EXPECT_TRUE(some.gathers_some);
   EXPECT_FALSE(some.may_split);
   // One sequence, whose keys have no room: with splits they are dequantized where they are read.
   const AttentionChoice one = choose(200, 100000, 1, 128, KvLayout::kNHD);
   EXPECT_TRUE(one.may_split);
   EXPECT_EQ(one.gathered_rows, 0);
-  // Two launches do not split, so few tiles of them are left to decode.
-  EXPECT_NE(choose(256, 200000, 1, 128, KvLayout::kNHD).main.kernel, AttentionKernel::kPrefillSm90);
 }
 
 }  // namespace

@@ -16,6 +16,14 @@ namespace vllm_kernels::cuda {
 // e4m3.) The second: if prefill sm90 can split its tiles. (prefill/splits.md, 32x10_on_4k, 40 rows:
 // 148 to 131 us; 32x16_on_4k, 64 rows: 153 to 131. No row below 40.)
 constexpr int kDecodeRows = 64, kDecodeRowsOfSplits = 32;
+// The same for heads above 128 where prefill sm90 takes the call: there decode has no wgmma.
+// (prefill/any_shape.md, d160_16x8_on_4k, 32 rows: 154 to 94 us; d160_16x16_on_4k, 64 rows: 340 to
+// 94.)
+constexpr int kDecodeRowsOfWideHeads = 16;
+// Decode also takes work tiles for less than this part of the SMs, where prefill cannot split them.
+// The second is for the same heads. (prefill/any_shape.md, 16 tiles: d256_1x64_on_8k 182 us, 184 by
+// prefill; 24 tiles: d256_3x32_on_8k 328 to 186. Heads of 96, 48 tiles: 97 us, 101 by prefill.)
+constexpr int kSmsOfFewTiles = 2, kSmsOfFewTilesOfWideHeads = 8;
 // Query rows of a sequence up to which a concurrent decode launch takes it from a mixed batch. It
 // also takes single tokens of larger groups. (decode/axes.md, 32 x 4k, bf16: up to 32 rows decode
 // holds the bandwidth of one token.)
@@ -80,10 +88,10 @@ constexpr int kSkew = 8;
 constexpr float kTimeOfUnequalSplits = 5500.0f, kUnequalTokens = 3000.0f, kUnequalRounds = 8.0f;
 constexpr int kUnequalSeqs = 128;
 // 8-bit caches, more than kDecodeRowsOfSplits rows of a sequence, up to kDecodeRows: prefill sm90
-// takes them up to so many estimated tokens of a CTA. The first is for NHD and HND, and for scales
-// of tokens. (prefill/dequantize.md, e4m3, NHD: 32x16_on_500, 1001 tokens: 41 to 26 us;
-// 16x16_on_4k, 3988: 63 to 72. Layout vllm: 16x16_on_4k 62 to 57; 32x16_on_4k, 7975: 111 to 120.)
-constexpr float kTokensOfFewRows = 1900.0f, kTokensOfFewRowsVllm = 5000.0f;
+// takes them up to so many estimated tokens of a CTA. The second is for scales of tokens.
+// (prefill/dequantize.md, e4m3, NHD: 32x16_on_500, 1001 tokens: 41 to 26 us; 16x16_on_4k, 3988: 63
+// to 57; 16x9_on_8k, 7950: 99 to 109.)
+constexpr float kTokensOfFewRows = 5000.0f, kTokensOfFewRowsOfScales = 1900.0f;
 
 // Prefill sm90: the estimated time of `tiles` work tiles if each is split, in tokens of a CTA.
 // `average` and `widest`: tokens of a tile.
@@ -130,24 +138,35 @@ constexpr float kReadShareOfBus = 0.854f;
 constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
 
 // Prefill sm90: from so many query rows of a sequence on, K and V are gathered to 16-bit keys
-// first. The first two need room for all sequences. They are for 8-bit caches of heads above 64
-// that are not in layout vllm: those that prefill sm90 reads slowly or not at all, and others.
-// (prefill/dequantize.md, 4x128_on_8k, 512 rows, NHD: int8 with scales of tokens 232 to 184 us,
-// e4m3 161 to 176; 1x200_on_8k_fp8, 800 rows: 93 to 86.) The third is for all other caches.
-// (prefill/any_shape.md, H100, NHD e4m3, 4 sequences on 8k, 1024 rows: 362 to 294 us.)
-constexpr int kGatherRowsOfSlow = 512, kGatherRows = 768, kManyGatherRows = 1024;
+// first: 16-bit caches that it cannot read where they lie, and 8-bit caches. The first two are for
+// 8-bit caches that it cannot read either, or reads slowly. (prefill/dequantize.md. Rows of NHD and
+// HND: 4x128_on_8k, 512 rows, int8 with scales of tokens, 232 to 184 us.)
+constexpr int kGatherRowsOfSlow = 512, kManyGatherRows = 1024;
+// Likewise for other 8-bit caches: heads up to 64, layout vllm, NHD and HND.
+// (prefill/dequantize.md, us, gathered last. Heads of 64: 4096 rows 205, 233; 8192 rows 420, 360.
+// Layout vllm: 1536 rows 119, 127; 2048 rows 138, 136. NHD: 1024 rows 77, 86; 1536 rows 119, 118.)
+constexpr int kGatherRowsOfSmallHeads = 6144, kGatherRowsOfVllm = 2048, kGatherRows = 1536;
+// Heads above 128, whose tiles are not split: the first, of up to so many sequences. The gather's
+// time grows with them, and few tiles take as long as one. Where sm90 cannot read the cache, it is
+// for all. (prefill/dequantize.md, us, gathered last. d192_1x256_on_8k: 250, 160; d192_4x128_on_8k,
+// layout vllm: 239, 288.)
+constexpr int kGatherRowsOfWideHeads = 128, kGatherSeqsOfWideHeads = 3;
 // The same for 16-bit rows of NHD and HND that begin within a sector of 32 bytes. (No row. With
 // 4096 rows it loses: any_shape.md, d72_8x1k 136 to 155 us.)
 constexpr int kGatherSlowRows = 16384;
 // Likewise for int4, which prefill sm90 reads in no other way. (decode/int4.md, H200, 8 sequences
 // on 4k: 256 rows 335 to 198 us; 128 rows take 145 us.)
 constexpr int kGatherRowsOfInt4 = 256;
-inline int gather_rows(const PagedKv& kv, bool is_slow) {
+inline int gather_rows(const PagedKv& kv, bool is_slow, int num_seqs) {
   if (values_of(kv.dtype) > 1) return kGatherRowsOfInt4;
-  if (size_of(kv.dtype) > 1 || kv.layout == KvLayout::kVllm || kv.head_size <= 64) {
-    return kManyGatherRows;
+  if (size_of(kv.dtype) > 1) return kManyGatherRows;
+  if (kv.head_size > 128) {
+    return is_slow || num_seqs <= kGatherSeqsOfWideHeads ? kGatherRowsOfWideHeads : kManyGatherRows;
   }
-  return is_slow ? kGatherRowsOfSlow : kGatherRows;
+  const bool has_rows = kv.layout != KvLayout::kVllm;
+  if (is_slow) return has_rows && kv.head_size > 64 ? kGatherRowsOfSlow : kManyGatherRows;
+  if (kv.head_size <= 64) return kGatherRowsOfSmallHeads;
+  return has_rows ? kGatherRows : kGatherRowsOfVllm;
 }
 // Prefill sm90: from so many query rows of a sequence on, e4m3 queries are multiplied in 8 bits.
 // (prefill/fp8_queries.md, 300x96_fp8: 384 rows 422 to 232 us.)

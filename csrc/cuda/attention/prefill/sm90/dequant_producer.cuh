@@ -99,30 +99,50 @@ __device__ __forceinline__ uint4 mask_bytes(uint4 elements, int low, int high) {
           masked(elements.w, 12)};
 }
 
-// Where the chunks of a lane end in a KV tile. Chunk j has 16 dimensions of a token. For V of layout
-// vllm it has 16 tokens of a dimension. mainloop.cuh has the layout. A box begins at a multiple of
-// 128 bytes, so constants can flip bits of an address: one instruction, and no register of the loop.
+// The chunks of 16 bytes that a lane takes of a box: 16 dimensions of a token. For V of layout
+// vllm: 16 tokens of a dimension. A warp takes 32 chunks at once: 64 bytes of 8 tokens, or 32 bytes
+// of 16 tokens where these are contiguous (layout vllm) and for heads below 128.
+// (prefill/dequantize.md, 16x16_on_4k: 71 to 57 us; heads of 64, 4x128_on_8k: 104 to 106.)
+//
+// at(): where they end in a KV tile; mainloop.cuh has the layout. A box begins at a multiple of 128
+// bytes, so a constant can flip bits of an address: one instruction, and no register of the loop.
 template <typename Config, bool kValue>
-struct ChunkAddresses {
+struct LaneChunks {
   static constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
+  static constexpr bool kAreTokens = kValue && !kRowForm;
+  static constexpr int kCount = Config::kHeadSize / 32;
+  static constexpr bool kHas8Tokens = kRowForm && Config::kHeadSize >= 128;
   static constexpr uint32_t kBoxBytes = PrefillMma<Config>::kBoxBytes;
   static constexpr uint32_t kBoxStep = kRowForm ? kPrefillBoxTokens * 128 : kBoxBytes;
 
-  uint32_t of_lane;  // bytes from a box to half 0 of chunk 0
+  int first_token, first_dim;  // of chunk 0
+  uint32_t first_offset;       // bytes from a box to its half 0
 
-  __device__ __forceinline__ explicit ChunkAddresses(uint32_t lane) {
-    const uint32_t token = lane % 16, part = lane / 16;  // K, and V in rows
+  __device__ __forceinline__ explicit LaneChunks(uint32_t lane) {
+    const uint32_t token = kHas8Tokens ? lane / 4 : lane % 16;  // K, and V in rows
+    const uint32_t part = kHas8Tokens ? lane % 4 : lane / 16;   // 16 dimensions
+    first_token = kAreTokens ? 0 : token;
+    first_dim = kAreTokens ? lane : part * 16;
     if constexpr (kRowForm) {
-      of_lane = token * 128 + (2 * part ^ token % 8) * 16;
+      first_offset = token * 128 + (2 * part ^ token % 8) * 16;
     } else if constexpr (kValue) {
-      of_lane = (2 * lane ^ lane / 4) * 16;
+      first_offset = (2 * lane ^ lane / 4) * 16;
     } else {
-      of_lane = token / 8 * (kBoxBytes / 2) + part * 256 + token % 8 * 16;
+      first_offset = token / 8 * (kBoxBytes / 2) + part * 256 + token % 8 * 16;
     }
+  }
+  __device__ __forceinline__ int token(int j) const {
+    return first_token + (kHas8Tokens ? j % 2 * 8 : 0);
+  }
+  // From dimension first_dim to that of chunk j.
+  static __device__ __forceinline__ int dim_step(int j) {
+    return kHas8Tokens ? j / 2 * 64 : j * 32;
   }
   // Half `half` of chunk j: 8 elements. `first`: half 0 of chunk 0.
   static __device__ __forceinline__ uint32_t at(uint32_t first, int j, int half) {
-    if constexpr (kRowForm) return (first ^ (j % 2 * 64 + half * 16)) + j / 2 * Config::kTokens * 128;
+    constexpr int kColumnBytes = Config::kTokens * 128;
+    if constexpr (kHas8Tokens) return (first ^ half * 16) + j % 2 * 1024 + j / 2 * kColumnBytes;
+    if constexpr (kRowForm) return (first ^ (j % 2 * 64 + half * 16)) + j / 2 * kColumnBytes;
     if constexpr (kValue) return (first ^ half * 16) + j * 1024;
     return first + (j * 4 + half) * 128;
   }
@@ -154,33 +174,29 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
                                                  uint32_t raw, int warp, int lane) {
   using T = typename Config::Operand;
   using Pages = TilePages<Config>;
-  using Addresses = ChunkAddresses<Config, kValue>;
-  constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
-  constexpr bool kChunkIsTokens = kValue && !kRowForm;  // else it is 16 dimensions
+  using Chunks = LaneChunks<Config, kValue>;
+  constexpr bool kChunkIsTokens = Chunks::kAreTokens;
   constexpr bool kScaled = kHasTokenScales<Cache>;
   constexpr int kBoxes = Pages::kBoxes;
   constexpr int kWarpBoxes = (kBoxes + kDequantWarps - 1) / kDequantWarps;
   using Scales = TileScales<kWarpBoxes>;
-  constexpr int kChunks = Config::kHeadSize / 32;  // of a lane, in a box
-  constexpr bool kHasRoom = kChunks <= 4;          // registers can hold all chunks of a box
+  constexpr int kChunks = Chunks::kCount;  // of a lane, in a box
+  constexpr bool kHasRoom = kChunks <= 4;  // registers can hold all chunks of a box
   // Chunks loaded before one is stored. Scales need the registers.
   constexpr int kLoads = kScaled ? 1 : kHasRoom ? kChunks : 2;
   constexpr bool kEarlyAddress = kHasRoom && !(kScaled && kChunkIsTokens);
   const PagedKv& kv = p.kv;
-  const int token_of_lane = kChunkIsTokens ? 0 : lane % 16;
-  const int dim_of_lane = kChunkIsTokens ? lane : lane / 16 * 16;
+  const Chunks of_lane(lane);
   const int64_t block_stride = kValue ? kv.value_block_stride : kv.key_block_stride;
   const int64_t token_stride = kValue ? kv.value_token_stride : kv.key_token_stride;
   // Elements (= bytes) from one dimension to the next, at the starts of chunks.
-  const int64_t dim_stride = kChunkIsTokens ? kv.value_dim_stride
-                             : kRowForm     ? 1
-                                            : kv.key_chunk_stride / 16;
+  const int64_t dim_stride = kChunkIsTokens     ? kv.value_dim_stride
+                             : Chunks::kRowForm ? 1
+                                                : kv.key_chunk_stride / 16;
   const char* base = static_cast<const char*>(kValue ? kv.value : kv.key);
   const int64_t head_stride = kValue ? kv.value_head_stride : kv.key_head_stride;
   raw += warp * Config::kRawBytes + lane * 16;
-  const Addresses addresses(lane);
-  // Chunks past the head size stay zero.
-  const int lane_chunks = (shape.head_size - dim_of_lane + 31) / 32;
+  const int lane_dims = shape.head_size - of_lane.first_dim;  // chunks past them stay zero
   for (int chunk = 0; chunk < Config::kRawBytes; chunk += 512) {
     store_shared(raw + chunk, uint4{0, 0, 0, 0});
   }
@@ -190,7 +206,7 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
     Pages pages(p, shape, work_tile, lane);
     // opaque(): the product would take two registers of the loop over work tiles.
     const char* head_base =
-        base + work_tile.kv_head * head_stride + opaque(dim_of_lane) * dim_stride;
+        base + work_tile.kv_head * head_stride + opaque(of_lane.first_dim) * dim_stride;
     const auto token_of = [&](int number) {  // first token of KV tile `number`
       return (work_tile.first_tile + work_tile.tiles - 1 - number) * Config::kTokens;
     };
@@ -201,21 +217,27 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
       const bool present = pages.block(box) >= 0 || !pages.visible(first + box * kPrefillBoxTokens);
       present_boxes = __ballot_sync(0xffffffffu, present) & ((1u << kBoxes) - 1);
     };
-    // Where this lane's first chunk of a box lies, or null: no token of it is visible.
+    // Where this lane's first chunk of a box lies, or null: no token of the box is visible.
     const auto source_of = [&](int number, int box) -> const char* {
-      const int token = token_of(number) + box * kPrefillBoxTokens + token_of_lane;
+      const int token = token_of(number) + box * kPrefillBoxTokens + of_lane.first_token;
       const int block = pages.block(box);
-      const bool present =
-          block >= 0 && (kChunkIsTokens || (token >= work_tile.begin && token < work_tile.end));
-      return present ? head_base + block * block_stride + pages.row_in_block(token) * token_stride
-                     : nullptr;
+      return block < 0
+                 ? nullptr
+                 : head_base + block * block_stride + pages.row_in_block(token) * token_stride;
     };
-    const auto fetch = [&](int k, const char* source) {
+    const auto fetch = [&](int number, int k, const char* source) {
+      const int first = token_of(number) + (warp + k * kDequantWarps) * kPrefillBoxTokens;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
-        if (j < lane_chunks) {
-          copy16_async(raw + (k * kChunks + j) * 512, source + j * 32 * dim_stride,
-                       source != nullptr ? 16 : 0);
+        const int token = first + of_lane.token(j);
+        const bool present =
+            source != nullptr &&
+            (kChunkIsTokens || (token >= work_tile.begin && token < work_tile.end));
+        if (Chunks::dim_step(j) < lane_dims) {
+          copy16_async(raw + (k * kChunks + j) * 512,
+                       source + (of_lane.token(j) - of_lane.first_token) * token_stride +
+                           Chunks::dim_step(j) * dim_stride,
+                       present ? 16 : 0);
         }
       }
     };
@@ -238,7 +260,7 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
 #pragma unroll 1
     for (int k = 0; k < kWarpBoxes; ++k) {
       const int box = warp + k * kDequantWarps;
-      if (box < kBoxes) fetch(k, source_of(0, box));
+      if (box < kBoxes) fetch(0, k, source_of(0, box));
       commit_copies();
     }
 #pragma unroll 1
@@ -267,10 +289,10 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
         const bool is_whole_box =
             token >= work_tile.begin && token + kPrefillBoxTokens <= work_tile.end;
         float of_tokens[kChunkIsTokens ? 16 : 1];  // kScaled: the scales of this lane's tokens
-        if constexpr (kScaled) scales.get(k, token_of_lane, of_tokens);
+        if constexpr (kScaled && !Chunks::kHas8Tokens) scales.get(k, of_lane.token(0), of_tokens);
         const auto next_source = [&] { return has_next ? source_of(i + 1, box) : nullptr; };
         const char* next = kEarlyAddress ? next_source() : nullptr;
-        const uint32_t first = stage + box * Addresses::kBoxStep + addresses.of_lane;
+        const uint32_t first = stage + box * Chunks::kBoxStep + of_lane.first_offset;
         uint4 chunks[kLoads];
 #pragma unroll
         for (int j = 0; j < kChunks; ++j) {
@@ -284,10 +306,12 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
           if (kChunkIsTokens && !is_whole_box) {
             elements = mask_bytes(elements, work_tile.begin - token, work_tile.end - token);
           }
-          const auto address = [&](int half) { return Addresses::at(first, j, half); };
+          if constexpr (kScaled && Chunks::kHas8Tokens) scales.get(k, of_lane.token(j), of_tokens);
+          const auto address = [&](int half) { return Chunks::at(first, j, half); };
           store_chunk<T, Cache>(elements, address, of_tokens);
         }
-        if (has_next) fetch(k, kEarlyAddress ? next : next_source());  // its buffer has been read
+        if (has_next)
+          fetch(i + 1, k, kEarlyAddress ? next : next_source());  // its buffer has been read
         commit_copies();
       }
       scales = next_scales;
