@@ -120,19 +120,23 @@ struct LaneChunks {
 
   __device__ __forceinline__ explicit LaneChunks(uint32_t lane) {
     const uint32_t token = kHas8Tokens ? lane / 4 : lane % 16;  // K, and V in rows
-    const uint32_t part = kHas8Tokens ? lane % 4 : lane / 16;   // 16 dimensions
+    const uint32_t chunk = kHas8Tokens ? lane % 4 : lane / 16;  // 16 dimensions
     first_token = kAreTokens ? 0 : token;
-    first_dim = kAreTokens ? lane : part * 16;
+    first_dim = kAreTokens ? lane : chunk * 16;
     if constexpr (kRowForm) {
-      first_offset = token * 128 + (2 * part ^ token % 8) * 16;
+      first_offset = token * 128 + (2 * chunk ^ token % 8) * 16;
     } else if constexpr (kValue) {
       first_offset = (2 * lane ^ lane / 4) * 16;
     } else {
-      first_offset = token / 8 * (kBoxBytes / 2) + part * 256 + token % 8 * 16;
+      first_offset = token / 8 * (kBoxBytes / 2) + chunk * 256 + token % 8 * 16;
     }
   }
   __device__ __forceinline__ int token(int j) const {
     return first_token + (kHas8Tokens ? j % 2 * 8 : 0);
+  }
+  // Elements (= bytes) from one dimension to the next, at the starts of chunks.
+  static __device__ __forceinline__ int64_t dim_stride(const PagedKv& kv) {
+    return kAreTokens ? kv.value_dim_stride : kRowForm ? 1 : kv.key_chunk_stride / 16;
   }
   // From dimension first_dim to that of chunk j.
   static __device__ __forceinline__ int dim_step(int j) {
@@ -189,17 +193,12 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
   const Chunks of_lane(lane);
   const int64_t block_stride = kValue ? kv.value_block_stride : kv.key_block_stride;
   const int64_t token_stride = kValue ? kv.value_token_stride : kv.key_token_stride;
-  // Elements (= bytes) from one dimension to the next, at the starts of chunks.
-  const int64_t dim_stride = kChunkIsTokens     ? kv.value_dim_stride
-                             : Chunks::kRowForm ? 1
-                                                : kv.key_chunk_stride / 16;
+  const int64_t dim_stride = Chunks::dim_stride(kv);
   const char* base = static_cast<const char*>(kValue ? kv.value : kv.key);
   const int64_t head_stride = kValue ? kv.value_head_stride : kv.key_head_stride;
   raw += warp * Config::kRawBytes + lane * 16;
   const int lane_dims = shape.head_size - of_lane.first_dim;  // chunks past them stay zero
-  for (int chunk = 0; chunk < Config::kRawBytes; chunk += 512) {
-    store_shared(raw + chunk, uint4{0, 0, 0, 0});
-  }
+  for (int i = 0; i < Config::kRawBytes; i += 512) store_shared(raw + i, uint4{0, 0, 0, 0});
   wait_for_primary_kernel();
   PipelineState<kValue ? Config::kValueStages : Config::kKeyStages> state;
   for_each_tile(shared, lane, [&](const SplitTile& work_tile) {
