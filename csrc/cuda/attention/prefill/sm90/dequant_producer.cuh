@@ -194,7 +194,7 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
   const int64_t block_stride = kValue ? kv.value_block_stride : kv.key_block_stride;
   const int64_t token_stride = kValue ? kv.value_token_stride : kv.key_token_stride;
   const int64_t dim_stride = Chunks::dim_stride(kv);
-  const char* base = static_cast<const char*>(kValue ? kv.value : kv.key);
+  const auto base = reinterpret_cast<uint64_t>(kValue ? kv.value : kv.key);
   const int64_t head_stride = kValue ? kv.value_head_stride : kv.key_head_stride;
   raw += warp * Config::kRawBytes + lane * 16;
   const int lane_dims = shape.head_size - of_lane.first_dim;  // chunks past them stay zero
@@ -204,7 +204,7 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
   for_each_tile(shared, lane, [&](const SplitTile& work_tile) {
     Pages pages(p, shape, work_tile, lane);
     // opaque(): the product would take two registers of the loop over work tiles.
-    const char* head_base =
+    const uint64_t head_base =
         base + work_tile.kv_head * head_stride + opaque(of_lane.first_dim) * dim_stride;
     const auto token_of = [&](int number) {  // first token of KV tile `number`
       return (work_tile.first_tile + work_tile.tiles - 1 - number) * Config::kTokens;
@@ -216,26 +216,24 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
       const bool present = pages.block(box) >= 0 || !pages.visible(first + box * kPrefillBoxTokens);
       present_boxes = __ballot_sync(0xffffffffu, present) & ((1u << kBoxes) - 1);
     };
-    // Where this lane's first chunk of a box lies, or null: no token of the box is visible.
-    const auto source_of = [&](int number, int box) -> const char* {
+    // Where this lane's first chunk of a box lies, or 0: no token of the box is visible.
+    const auto source_of = [&](int number, int box) -> uint64_t {
       const int token = token_of(number) + box * kPrefillBoxTokens + of_lane.first_token;
       const int block = pages.block(box);
-      return block < 0
-                 ? nullptr
-                 : head_base + block * block_stride + pages.row_in_block(token) * token_stride;
+      if (block < 0) return 0;
+      return head_base + block * block_stride + pages.row_in_block(token) * token_stride;
     };
-    const auto fetch = [&](int number, int k, const char* source) {
+    const auto fetch = [&](int number, int k, uint64_t source) {
       const int first = token_of(number) + (warp + k * kDequantWarps) * kPrefillBoxTokens;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         const int token = first + of_lane.token(j);
         const bool present =
-            source != nullptr &&
-            (kChunkIsTokens || (token >= work_tile.begin && token < work_tile.end));
+            source != 0 && (kChunkIsTokens || (token >= work_tile.begin && token < work_tile.end));
         if (Chunks::dim_step(j) < lane_dims) {
-          copy16_async(raw + (k * kChunks + j) * 512,
-                       source + (of_lane.token(j) - of_lane.first_token) * token_stride +
-                           Chunks::dim_step(j) * dim_stride,
+          const int64_t step = (of_lane.token(j) - of_lane.first_token) * token_stride +
+                               Chunks::dim_step(j) * dim_stride;
+          copy16_async(raw + (k * kChunks + j) * 512, reinterpret_cast<const char*>(source + step),
                        present ? 16 : 0);
         }
       }
@@ -289,8 +287,8 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
             token >= work_tile.begin && token + kPrefillBoxTokens <= work_tile.end;
         float of_tokens[kChunkIsTokens ? 16 : 1];  // kScaled: the scales of this lane's tokens
         if constexpr (kScaled && !Chunks::kHas8Tokens) scales.get(k, of_lane.token(0), of_tokens);
-        const auto next_source = [&] { return has_next ? source_of(i + 1, box) : nullptr; };
-        const char* next = kEarlyAddress ? next_source() : nullptr;
+        const auto next_source = [&] { return has_next ? source_of(i + 1, box) : 0; };
+        const uint64_t next = kEarlyAddress ? next_source() : 0;
         const uint32_t first = stage + box * Chunks::kBoxStep + of_lane.first_offset;
         uint4 chunks[kLoads];
 #pragma unroll
