@@ -98,7 +98,7 @@ TEST(ChooseKernel, FewRowsOverManyKeysAreDecode) {
   }
 }
 
-// Heads above 128: decode has no wgmma. (prefill/any_shape.md, d160_16x8_on_4k.)
+// Heads above 128: decode has no wgmma. (prefill/heads_above_128.md, d160_16x8_on_4k.)
 TEST(ChooseKernel, WideHeadsAreDecodeWithFewerRows) {
   const auto is_prefill = [](int seqs, int query_len, int head_size, DType cache, int device) {
     PagedAttentionParams p = few_tiles(4096);

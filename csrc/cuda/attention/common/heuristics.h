@@ -17,12 +17,13 @@ namespace vllm_kernels::cuda {
 // 148 to 131 us; 32x16_on_4k, 64 rows: 153 to 131. No row below 40.)
 constexpr int kDecodeRows = 64, kDecodeRowsOfSplits = 32;
 // The same for heads above 128 where prefill sm90 takes the call: there decode has no wgmma.
-// (prefill/any_shape.md, d160_16x8_on_4k, 32 rows: 154 to 94 us; d160_16x16_on_4k, 64 rows: 340 to
-// 94.)
+// (prefill/heads_above_128.md, d160_16x8_on_4k, 32 rows: 154 to 94 us; d160_16x16_on_4k, 64 rows:
+// 340 to 94.)
 constexpr int kDecodeRowsOfWideHeads = 16;
 // Decode also takes work tiles for less than this part of the SMs, where prefill cannot split them.
-// The second is for the same heads. (prefill/any_shape.md, 16 tiles: d256_1x64_on_8k 182 us, 184 by
-// prefill; 24 tiles: d256_3x32_on_8k 328 to 186. Heads of 96, 48 tiles: 97 us, 101 by prefill.)
+// The second is for the same heads. (prefill/heads_above_128.md, 16 tiles: d256_1x64_on_8k 182 us,
+// 184 by prefill; 24 tiles: d256_3x32_on_8k 328 to 186. Heads of 96, 48 tiles: 97 us, 101 by
+// prefill.)
 constexpr int kSmsOfFewTiles = 2, kSmsOfFewTilesOfWideHeads = 8;
 // Query rows of a sequence up to which a concurrent decode launch takes it from a mixed batch. It
 // also takes single tokens of larger groups. (decode/axes.md, 32 x 4k, bf16: up to 32 rows decode
@@ -148,7 +149,7 @@ constexpr int kGatherRowsOfSlow = 512, kManyGatherRows = 1024;
 constexpr int kGatherRowsOfSmallHeads = 6144, kGatherRowsOfVllm = 2048, kGatherRows = 1536;
 // Heads above 128, whose tiles are not split: the first, of up to so many sequences. The gather's
 // time grows with them, and few tiles take as long as one. Where sm90 cannot read the cache, it is
-// for all. (prefill/dequantize.md, us, gathered last. d192_1x256_on_8k: 250, 160; d192_4x128_on_8k,
+// for all. (prefill/heads_above_128.md, us, gathered last. d192_1x256_on_8k: 250, 160; d192_4x128_on_8k,
 // layout vllm: 239, 288.)
 constexpr int kGatherRowsOfWideHeads = 128, kGatherSeqsOfWideHeads = 3;
 // The same for 16-bit rows of NHD and HND that begin within a sector of 32 bytes. (No row. With
