@@ -133,6 +133,17 @@ def test_eight_bits(cuda, layout, stored, head_size):
     check(make(cuda, F16, [500, 131], [290, 131], block_size=32, sliding_window=90, **shapes))
 
 
+@pytest.mark.parametrize("stored", [None, *EIGHT_BITS], ids=str)
+@pytest.mark.parametrize("head_size", [136, 160, 192, 256])
+def test_few_rows_of_heads_above_128(cuda, layout, stored, head_size):
+    """From 17 rows on; 8-bit caches where they lie, and gathered (three sequences)."""
+    sizes = {"heads": 32, "kv_heads": 8, "head_size": head_size, "layout": layout, "stored": stored}
+    lens = [300, 64, 17, 65, 190, 500]
+    check(make_case(cuda, BF16, lens, [8, 5, 7, 8, 8, 8], **sizes))
+    check(make_case(cuda, F16, lens, [40, 33, 17, 64, 32, 50], **sizes))
+    check(make_case(cuda, BF16, [300, 64, 700], [100, 64, 90], sliding_window=200, **sizes))
+
+
 @pytest.mark.parametrize("head_size, block_size, order, stored", [
     (112, 8, "NHD", None), (160, 4, "HND", None), (128, 8, "vllm", None), (256, 8, "vllm", None),
     (64, 1, "NHD", None), (128, 4, "HND", None), (256, 16, "vllm", torch.int8),
@@ -142,7 +153,8 @@ def test_eight_bits(cuda, layout, stored, head_size):
 def test_sizes_of_the_mma_kernel(cuda, head_size, block_size, order, stored):
     """What Hopper's own kernel leaves to the one that every architecture from sm_80 on has."""
     shapes = {"head_size": head_size, "block_size": block_size, "layout": order, "stored": stored}
-    check(make(cuda, BF16, [300, 130], [300, 77], scales_per_head=stored is not None, **shapes))
+    scaled = {"scales_per_head": stored is not None}
+    check(make(cuda, BF16, [300, 130, 160], [100, 77, 120], **scaled, **shapes))
     check(make(cuda, F16, [500, 131], [290, 131], sliding_window=50, **shapes))
 
 

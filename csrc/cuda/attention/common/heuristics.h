@@ -149,8 +149,8 @@ constexpr int kGatherRowsOfSlow = 512, kManyGatherRows = 1024;
 constexpr int kGatherRowsOfSmallHeads = 6144, kGatherRowsOfVllm = 2048, kGatherRows = 1536;
 // Heads above 128, whose tiles are not split: the first, of up to so many sequences. The gather's
 // time grows with them, and few tiles take as long as one. Where sm90 cannot read the cache, it is
-// for all. (prefill/heads_above_128.md, us, gathered last. d192_1x256_on_8k: 250, 160; d192_4x128_on_8k,
-// layout vllm: 239, 288.)
+// for all. (prefill/heads_above_128.md, us, gathered last. d192_1x256_on_8k: 250, 160;
+// d192_4x128_on_8k, layout vllm: 239, 288.)
 constexpr int kGatherRowsOfWideHeads = 128, kGatherSeqsOfWideHeads = 3;
 // The same for 16-bit rows of NHD and HND that begin within a sector of 32 bytes. (No row. With
 // 4096 rows it loses: any_shape.md, d72_8x1k 136 to 155 us.)
