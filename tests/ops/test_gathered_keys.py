@@ -1,7 +1,7 @@
 """Prompts whose K and V a GPU first gathers to contiguous keys of 16 bits.
 
-These are 8-bit caches and small pages from 1024 query rows a KV head on, some 8-bit caches from 512
-on, and 16-bit rows of NHD and HND that begin within a sector of 32 bytes from 16384 on.
+These are small pages from 1024 query rows a KV head on, and 8-bit caches from 128 to 6144 on. From
+16384 on they are 16-bit rows of NHD and HND that begin within a sector of 32 bytes.
 
 The CPU gathers nothing. It runs smaller cases, for the same options.
 """
@@ -76,6 +76,8 @@ def test_eight_bits(hopper, layout, stored, head_size):
     check(make(hopper, BF16, [400, 131], [300, 131], **shapes))
     window = {"block_size": 64, "sliding_window": 90}
     check(make(hopper, F16, [517, 160], [290, 131], **window, **shapes))
+    if head_size == 64:
+        check(make(hopper, BF16, [1000, 131], [800, 131], **shapes))
 
 
 @pytest.mark.parametrize("names", [["alibi_slopes"], ["softcap"], ["sinks"],

@@ -22,6 +22,7 @@ from paged_attention_cases import (
     check,
     make_case,
     per_head,
+    with_token_scales,
 )
 
 import vllm_kernels
@@ -136,12 +137,37 @@ def test_eight_bits(cuda, layout, stored, head_size):
 @pytest.mark.parametrize("stored", [None, *EIGHT_BITS], ids=str)
 @pytest.mark.parametrize("head_size", [144, 160, 192, 256])
 def test_few_rows_of_heads_above_128(cuda, layout, stored, head_size):
-    """From 17 rows on; 8-bit caches where they lie, and gathered (three sequences)."""
+    """From 17 rows on. 8-bit caches are read where they lie, or gathered: three sequences."""
     sizes = {"heads": 32, "kv_heads": 8, "head_size": head_size, "layout": layout, "stored": stored}
-    lens = [300, 64, 17, 65, 190, 500]
-    check(make_case(cuda, BF16, lens, [8, 5, 7, 8, 8, 8], **sizes))
-    check(make_case(cuda, F16, lens, [40, 33, 17, 64, 32, 50], **sizes))
-    check(make_case(cuda, BF16, [300, 64, 700], [100, 64, 90], sliding_window=200, **sizes))
+    lens = [300, 64, 17, 65, 190, 500, 16, 8]
+    for dtype in (BF16, F16):
+        check(make_case(cuda, dtype, lens, [8] * 8, scales_per_head=stored is not None, **sizes))
+    check(make_case(cuda, BF16, lens, [8, 5, 7, 8, 8, 8, 8, 8], sliding_window=90, **sizes))
+    check(make_case(cuda, BF16, lens[:6], [40, 33, 17, 64, 32, 50], **sizes))
+    check(make_case(cuda, F16, [300, 64, 4700], [100, 64, 90], sliding_window=200, **sizes))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="of CUDA kernels only")
+def test_kernel_of_few_rows_of_heads_above_128(cuda):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("of Hopper's kernel")
+    for queries, kernels in (
+        ([8] * 8, ["prefill"]),
+        ([4] * 8, ["decode"]),
+        ([8, 5, 7, 8, 8, 8, 8, 8], ["prefill", "decode"]),
+    ):
+        case = make_case(cuda, BF16, [300] * 8, queries, heads=32, kv_heads=8, head_size=192)
+        assert kernels_of(case.run) == kernels
+
+
+@pytest.mark.parametrize("head_size", [160, 192])
+def test_token_scales_of_heads_above_128(cuda, layout, head_size):
+    """Fewer rows than are gathered: producers apply the scales."""
+    case = make_case(
+        cuda, BF16, [300, 64, 17, 65, 190, 500, 16, 8], [8] * 8, heads=32, kv_heads=8,
+        head_size=head_size, stored=torch.int8, layout=layout,
+    )  # fmt: skip
+    check(with_token_scales(case))
 
 
 @pytest.mark.parametrize("head_size, block_size, order, stored", [
@@ -154,8 +180,9 @@ def test_sizes_of_the_mma_kernel(cuda, head_size, block_size, order, stored):
     """What Hopper's own kernel leaves to the one that every architecture from sm_80 on has."""
     shapes = {"head_size": head_size, "block_size": block_size, "layout": order, "stored": stored}
     scaled = {"scales_per_head": stored is not None}
-    check(make(cuda, BF16, [300, 130, 160], [100, 77, 120], **scaled, **shapes))
-    check(make(cuda, F16, [500, 131], [290, 131], sliding_window=50, **shapes))
+    lens, queries = [300, 130, 160], [100, 77, 120]  # fewer rows than are gathered
+    check(make(cuda, BF16, lens, queries, **scaled, **shapes))
+    check(make(cuda, F16, lens, queries, sliding_window=50, **shapes))
 
 
 @pytest.mark.parametrize("order, stored", [

@@ -268,7 +268,7 @@ def test_token_scales(layout, head_size):
 
 def test_gathered_8_bit_caches(layout):
     """Splits are of gathered keys: 2080 rows."""
-    case = make([5000], [520], stored=E4M3, layout=layout)
+    case = make([5000, 4100], [520, 520], stored=E4M3, layout=layout)
     assert "gathered" in case.explained() or not ON_HOPPER
     check_shared(case)
 

@@ -42,6 +42,11 @@ int padded_for_decode(const PagedKv& kv) {
   return head_size <= 64 && values_of(kv.dtype) == 1 ? 64 : head_size <= 128 ? 128 : 256;
 }
 
+// Whether decode has no wgmma for heads of this size.
+bool has_wide_heads(const PagedAttentionParams& p) {
+  return padded_for_decode(p.kv) > kWgmmaMaxHeadSize;
+}
+
 // The head sizes of the prefill kernels.
 int padded_for_prefill(int head_size) {
   for (const int size : {64, 96, 128, 192}) {
@@ -130,10 +135,12 @@ bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
   const bool can_scale = scales.key_block_stride == scales.value_block_stride &&
                          scales.key_head_stride == scales.value_head_stride;
   const bool is_slow = scales.any() || sm90_obstacles != kNoObstacle;
+  const bool has_few =
+      p.num_seqs <= kGatherSeqsOfWideHeads && p.max_seq_len >= kGatherTokensOfWideHeads;
   // The room depends on the batch. With fixed_split_size the kernel must not.
   return p.fixed_split_size == 0 && can_scale && (sm90_obstacles & ~kGone) == kNoObstacle &&
          (((is_8_bit || sm90_obstacles != kNoObstacle) &&
-           rows >= gather_rows(p.kv, is_slow, p.num_seqs)) ||
+           rows >= gather_rows(p.kv, is_slow, has_few)) ||
           (has_slow_rows && rows >= kGatherSlowRows));
 }
 
@@ -180,7 +187,7 @@ uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device
   const int64_t tiles =
       (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
   const int64_t rows = p.max_query_len * group;
-  const bool is_wide = by_sm90 && padded_for_decode(p.kv) > kWgmmaMaxHeadSize;
+  const bool is_wide = by_sm90 && has_wide_heads(p);
   const bool few_rows =
       p.max_query_len <= 1 || rows <= (is_wide ? kDecodeRowsOfWideHeads : kDecodeRowsOfSplits) ||
       (rows <= kDecodeRows && !is_wide && !(splits && beats_decode(p, device))) ||
@@ -420,7 +427,8 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   // token, so decode, which is causal, gives the same result. With fixed_split_size one kernel
   // takes all sequences, since the kernel must not depend on the batch.
   if (tensor_cores == kNoObstacle && p.fixed_split_size == 0 && is_mixed(p)) {
-    const int few = p.window_right == 0 ? concurrent_decode_tokens(group_of(p)) : 1;
+    const bool is_wide = choice.main.kernel == AttentionKernel::kPrefillSm90 && has_wide_heads(p);
+    const int few = p.window_right == 0 ? concurrent_decode_tokens(group_of(p), is_wide) : 1;
     choice.has_concurrent_decode = true;
     choice.min_query_len = few + 1;
     choice.concurrent_decode = choose_decode(concurrent_params(p, choice), device);

@@ -118,6 +118,16 @@ TEST(ChooseKernel, WideHeadsAreDecodeWithFewerRows) {
     EXPECT_FALSE(is_prefill(1, 64, 192, cache, 2));  // 16 tiles
     EXPECT_TRUE(is_prefill(1, 96, 192, cache, 2));
   }
+  // A mixed batch: each kernel has sequences.
+  PagedAttentionParams p = few_tiles(4096);
+  p.kv.head_size = 192;
+  set_strides(p.kv);
+  p.query_stride = p.out_stride = 32 * 192;
+  set_queries(p, 16, 8);
+  p.num_tokens -= 3;
+  const AttentionChoice mixed = choose_kernel(p, kDevices[2].model);
+  EXPECT_TRUE(mixed.has_concurrent_decode);
+  EXPECT_EQ(mixed.min_query_len, 5);
   // Prefill sm80: 8-bit caches of heads of 256 that are not gathered, and other devices.
   EXPECT_FALSE(is_prefill(16, 8, 256, k8, 2));
   EXPECT_TRUE(is_prefill(16, 8, 256, k16, 2));
@@ -161,11 +171,14 @@ TEST(ChooseKernel, EightBitCachesAreGathered) {
   EXPECT_GT(choose(1600, 1000, 4, 64, KvLayout::kNHD).gathered_rows, 0);
   EXPECT_EQ(choose(384, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
   EXPECT_GT(choose(512, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
-  EXPECT_GT(choose(100, 1000, 3, 192, KvLayout::kVllm).gathered_rows, 0);
-  EXPECT_EQ(choose(100, 1000, 4, 192, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_EQ(choose(600, 1000, 4, 96, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_GT(choose(100, 4096, 3, 192, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_EQ(choose(100, 4000, 3, 192, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_EQ(choose(100, 4096, 4, 192, KvLayout::kVllm).gathered_rows, 0);
+  EXPECT_EQ(choose(100, 100000, 1, 192, KvLayout::kNHD).gathered_rows, 0);  // there is no room
+  EXPECT_NE(choose(100, 100000, 1, 256, KvLayout::kNHD).main.kernel, AttentionKernel::kPrefillSm90);
   EXPECT_GT(choose(256, 1000, 4, 192, KvLayout::kVllm).gathered_rows, 0);
   EXPECT_GT(choose(100, 1000, 4, 256, KvLayout::kVllm).gathered_rows, 0);
-  EXPECT_EQ(choose(380, 100000, 4, 128, KvLayout::kNHD).gathered_rows, 0);  // dequantized
   const AttentionChoice some = choose(400, 100000, 4, 128, KvLayout::kNHD);
   EXPECT_TRUE(some.gathers_some);
   EXPECT_FALSE(some.may_split);

@@ -139,35 +139,41 @@ constexpr float kReadShareOfBus = 0.854f;
 constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
 
 // Prefill sm90: from so many query rows of a sequence on, K and V are gathered to 16-bit keys
-// first: 16-bit caches that it cannot read where they lie, and 8-bit caches. The first two are for
-// 8-bit caches that it cannot read either, or reads slowly. (prefill/dequantize.md. Rows of NHD and
-// HND: 4x128_on_8k, 512 rows, int8 with scales of tokens, 232 to 184 us.)
+// first. The first is for 8-bit rows of NHD and HND that it reads slowly or not at all.
+// (prefill/dequantize.md, 4x128_on_8k, 512 rows, int8 with scales of tokens, 232 to 184 us.) The
+// second is for all other caches that it cannot read where they lie, and for heads above 128.
 constexpr int kGatherRowsOfSlow = 512, kManyGatherRows = 1024;
-// Likewise for other 8-bit caches: heads up to 64, layout vllm, NHD and HND.
-// (prefill/dequantize.md, us, gathered last. Heads of 64: 4096 rows 205, 233; 8192 rows 420, 360.
-// Layout vllm: 1536 rows 119, 127; 2048 rows 138, 136. NHD: 1024 rows 77, 86; 1536 rows 119, 118.)
-constexpr int kGatherRowsOfSmallHeads = 6144, kGatherRowsOfVllm = 2048, kGatherRows = 1536;
-// Heads above 128, whose tiles are not split: the first, of up to so many sequences. The gather's
-// time grows with them, and few tiles take as long as one. Where sm90 cannot read the cache, it is
-// for all. (prefill/heads_above_128.md, us, gathered last. d192_1x256_on_8k: 250, 160;
-// d192_4x128_on_8k, layout vllm: 239, 288.)
+// Likewise for other 8-bit caches: heads up to 64, layout vllm with heads up to 96, up to 128, NHD
+// and HND. (prefill/dequantize.md, us, gathered last. Heads of 64: 4096 rows 206, 233; 8192 rows
+// 422, 360. Heads of 96, layout vllm: 2048 rows 123, 134. 128: 1536 rows 119, 127; 2048 rows 138,
+// 136. NHD: 1024 rows 77, 86; 1536 rows 119, 118.)
+constexpr int kGatherRowsOfSmallHeads = 6144, kGatherRowsOfVllm96 = 4096, kGatherRowsOfVllm = 2048,
+              kGatherRows = 1536;
+// 8-bit caches of heads above 128, whose tiles are not split: the first, if up to so many sequences
+// have a longest one of so many tokens or more. The gather's time grows with their sum, and few
+// tiles take as long as one. Caches that sm90 reads slowly or not at all need neither.
+// (prefill/heads_above_128.md, us, gathered last. d192_1x256_on_8k: 254, 160; d192_4x128_on_8k,
+// layout vllm: 239, 288; d192_4x100_on_500: 26, 37.)
 constexpr int kGatherRowsOfWideHeads = 128, kGatherSeqsOfWideHeads = 3;
+constexpr int64_t kGatherTokensOfWideHeads = 4096;
 // The same for 16-bit rows of NHD and HND that begin within a sector of 32 bytes. (No row. With
 // 4096 rows it loses: any_shape.md, d72_8x1k 136 to 155 us.)
 constexpr int kGatherSlowRows = 16384;
 // Likewise for int4, which prefill sm90 reads in no other way. (decode/int4.md, H200, 8 sequences
 // on 4k: 256 rows 335 to 198 us; 128 rows take 145 us.)
 constexpr int kGatherRowsOfInt4 = 256;
-inline int gather_rows(const PagedKv& kv, bool is_slow, int num_seqs) {
+// has_few: wide heads' limits of sequences and tokens hold.
+inline int gather_rows(const PagedKv& kv, bool is_slow, bool has_few) {
   if (values_of(kv.dtype) > 1) return kGatherRowsOfInt4;
   if (size_of(kv.dtype) > 1) return kManyGatherRows;
   if (kv.head_size > 128) {
-    return is_slow || num_seqs <= kGatherSeqsOfWideHeads ? kGatherRowsOfWideHeads : kManyGatherRows;
+    return is_slow || has_few ? kGatherRowsOfWideHeads : kManyGatherRows;
   }
   const bool has_rows = kv.layout != KvLayout::kVllm;
   if (is_slow) return has_rows && kv.head_size > 64 ? kGatherRowsOfSlow : kManyGatherRows;
   if (kv.head_size <= 64) return kGatherRowsOfSmallHeads;
-  return has_rows ? kGatherRows : kGatherRowsOfVllm;
+  if (has_rows) return kGatherRows;
+  return kv.head_size <= 96 ? kGatherRowsOfVllm96 : kGatherRowsOfVllm;
 }
 // Prefill sm90: from so many query rows of a sequence on, e4m3 queries are multiplied in 8 bits.
 // (prefill/fp8_queries.md, 300x96_fp8: 384 rows 422 to 232 us.)
@@ -191,9 +197,10 @@ constexpr int kSimtSplitTokens = 512;
 // latency of one. (v1_v2_on_decode.md, float32, 8 x 4k: 609 us with 3 CTAs, 355 us with 4.)
 constexpr int kSimtCtasPerSm = 4;
 
-// The same limit in query tokens, for `group` query heads per KV head.
-constexpr int concurrent_decode_tokens(int group) {
-  return std::max(1, kConcurrentDecodeRows / group);
+// The same limit in query tokens, for `group` query heads per KV head. Prefill takes what remains,
+// so heads above 128 have the limit of decode.
+constexpr int concurrent_decode_tokens(int group, bool is_wide) {
+  return std::max(1, (is_wide ? kDecodeRowsOfWideHeads : kConcurrentDecodeRows) / group);
 }
 
 // Head sizes whose rows in NHD or HND are faster as plain rows than as swizzled rows. These rows do

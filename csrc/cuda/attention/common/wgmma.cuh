@@ -57,18 +57,6 @@ __device__ __forceinline__ void warpgroup_fence_operand(T (&array)[kCount]) {
   for (int i = 0; i < kCount; ++i) warpgroup_fence_operand(array[i]);
 }
 
-// A barrier of the threads of warpgroup 0 or 1, for shared memory that their wgmma reads.
-__device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
-#if defined(VLLM_KERNELS_RACECHECK)  // racecheck only knows barriers with constant ids
-  if (warpgroup == 0) {
-    asm volatile("bar.sync 1, 128;" ::: "memory");
-  } else {
-    asm volatile("bar.sync 2, 128;" ::: "memory");
-  }
-#else
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
-#endif
-}
 // Before the first wgmma after writes to its registers.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

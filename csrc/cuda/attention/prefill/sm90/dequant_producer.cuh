@@ -90,7 +90,7 @@ __device__ __forceinline__ float token_scale(const TokenScales& all, int block, 
 // Keeps the bytes with an index in [low, high); the others become 0.
 __device__ __forceinline__ uint4 mask_bytes(uint4 elements, int low, int high) {
   const auto bytes_from = [](int index) {  // of a word. The shift clamps to 32
-    return __funnelshift_lc(0, ~0u, max(index, 0) * 8);
+    return __funnelshift_lc(0, ~0u, min(max(index, 0), 4) * 8);
   };
   const auto masked = [&](uint32_t word, int first) {
     return word & bytes_from(low - first) & ~bytes_from(high - first);
@@ -102,7 +102,7 @@ __device__ __forceinline__ uint4 mask_bytes(uint4 elements, int low, int high) {
 // The chunks of 16 bytes that a lane takes of a box: 16 dimensions of a token. For V of layout
 // vllm: 16 tokens of a dimension. A warp takes 32 chunks at once: 64 bytes of 8 tokens, or 32 bytes
 // of 16 tokens where these are contiguous (layout vllm) and for heads below 128.
-// (prefill/dequantize.md, 16x16_on_4k: 71 to 57 us; heads of 64, 4x128_on_8k: 104 to 106.)
+// (prefill/dequantize.md, 16x16_on_4k: 72 to 57 us; heads of 64, 4x128_on_8k: 104 to 106.)
 //
 // at(): where they end in a KV tile; mainloop.cuh has the layout. A box begins at a multiple of 128
 // bytes, so a constant can flip bits of an address: one instruction, and no register of the loop.
@@ -216,7 +216,8 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
       const bool present = pages.block(box) >= 0 || !pages.visible(first + box * kPrefillBoxTokens);
       present_boxes = __ballot_sync(0xffffffffu, present) & ((1u << kBoxes) - 1);
     };
-    // Where this lane's first chunk of a box lies, or 0: no token of the box is visible.
+    // Where this lane's first chunk of a box lies, or 0: no token of it is visible, or it has no
+    // valid page. A copy of size 0 reads nothing, whatever its address is.
     const auto source_of = [&](int number, int box) -> uint64_t {
       const int token = token_of(number) + box * kPrefillBoxTokens + of_lane.first_token;
       const int block = pages.block(box);

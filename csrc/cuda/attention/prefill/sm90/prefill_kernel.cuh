@@ -137,12 +137,9 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
       tile.convert_query(query + queries.index * Config::kQueryBytes, thread, inverse);
 #pragma unroll
       for (int r = 0; r < 2; ++r) score_scale[r] = usable_scale(scale * inverse[r]);
-      fence_async_proxy();
-      if constexpr (Config::kQueryInRegisters) {
-        __syncwarp();
-      } else {
-        warpgroup_barrier(warpgroup);
-      }
+      static_assert(Config::kQueryInRegisters);
+      fence_async_proxy();  // of these stores and the next work tile's queries
+      __syncwarp();         // load_query() reads this warp's rows
     } else {
       score_scale[0] = scale;
     }
