@@ -136,7 +136,7 @@ BATCHES = {  # lengths, query tokens, options, and what explain() says of 16 bit
         {"heads": 64, "stored": torch.int8},
         "prefill sm90",
     ),
-    "gathered": ([120, 90], [90, 60], {"heads": 64, "stored": torch.int8}, "are gathered"),
+    "gathered": ([120, 90], [90, 60], {"heads": 64, "block_size": 4}, "are gathered"),
     "pages of 8": ([60] * 6, [24] * 6, {"heads": 64, "block_size": 8}, "prefill sm80"),
     "with decodes": ([300] + [40] * 5, [200] + [1] * 5, {"heads": 64}, "concurrently"),
 }

@@ -139,10 +139,10 @@ def test_eight_bits(cuda, layout, stored, head_size):
 def test_few_rows_of_heads_above_128(cuda, layout, stored, head_size):
     """From 17 rows on. 8-bit caches are read where they lie, or gathered: three sequences."""
     sizes = {"heads": 32, "kv_heads": 8, "head_size": head_size, "layout": layout, "stored": stored}
-    lens = [300, 64, 17, 65, 190, 500, 16, 8]
+    lens, scaled = 2 * [300, 64, 17, 65, 190, 500, 16, 8], {"scales_per_head": stored is not None}
     for dtype in (BF16, F16):
-        check(make_case(cuda, dtype, lens, [8] * 8, scales_per_head=stored is not None, **sizes))
-    check(make_case(cuda, BF16, lens, [8, 5, 7, 8, 8, 8, 8, 8], sliding_window=90, **sizes))
+        check(make_case(cuda, dtype, lens, 16 * [8], **scaled, **sizes))
+    check(make_case(cuda, BF16, lens, 8 * [8, 5], sliding_window=90, **sizes))
     check(make_case(cuda, BF16, lens[:6], [40, 33, 17, 64, 32, 50], **sizes))
     check(make_case(cuda, F16, [300, 64, 4700], [100, 64, 90], sliding_window=200, **sizes))
 
@@ -152,11 +152,11 @@ def test_kernel_of_few_rows_of_heads_above_128(cuda):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("of Hopper's kernel")
     for queries, kernels in (
-        ([8] * 8, ["prefill"]),
-        ([4] * 8, ["decode"]),
-        ([8, 5, 7, 8, 8, 8, 8, 8], ["prefill", "decode"]),
+        (16 * [8], ["prefill"]),
+        (16 * [4], ["decode"]),
+        (8 * [8, 3], ["prefill", "decode"]),
     ):
-        case = make_case(cuda, BF16, [300] * 8, queries, heads=32, kv_heads=8, head_size=192)
+        case = make_case(cuda, BF16, [300] * 16, queries, heads=32, kv_heads=8, head_size=192)
         assert kernels_of(case.run) == kernels
 
 
@@ -164,7 +164,7 @@ def test_kernel_of_few_rows_of_heads_above_128(cuda):
 def test_token_scales_of_heads_above_128(cuda, layout, head_size):
     """Fewer rows than are gathered: producers apply the scales."""
     case = make_case(
-        cuda, BF16, [300, 64, 17, 65, 190, 500, 16, 8], [8] * 8, heads=32, kv_heads=8,
+        cuda, BF16, 2 * [300, 64, 17, 65, 190, 500, 16, 8], 16 * [8], heads=32, kv_heads=8,
         head_size=head_size, stored=torch.int8, layout=layout,
     )  # fmt: skip
     check(with_token_scales(case))

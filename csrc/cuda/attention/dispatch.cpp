@@ -126,7 +126,8 @@ constexpr uint32_t kGone = kSmallPages | kPageSize | kUnalignedCache | kSoftcapO
                            kHeadSizeOn8Bit | kTokenScales;
 
 // Whether prefill sm90 is faster with K and V gathered to contiguous 16-bit keys.
-bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
+bool should_gather(const PagedAttentionParams& p, const DeviceModel& device,
+                   uint32_t sm90_obstacles) {
   const bool is_8_bit = size_of(p.kv.dtype) == 1;
   const bool has_slow_rows = p.kv.layout != KvLayout::kVllm && p.kv.head_size % 16 != 0;
   const int64_t rows = int64_t{p.max_query_len} * group_of(p);
@@ -134,21 +135,23 @@ bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
   const TokenScales& scales = p.token_scales;
   const bool can_scale = scales.key_block_stride == scales.value_block_stride &&
                          scales.key_head_stride == scales.value_head_stride;
-  const bool is_slow = scales.any() || sm90_obstacles != kNoObstacle;
-  const bool has_few =
-      p.num_seqs <= kGatherSeqsOfWideHeads && p.max_seq_len >= kGatherTokensOfWideHeads;
+  const int64_t tiles = int64_t{p.num_tokens} * group_of(p) / kPrefillTileRows * p.kv.num_kv_heads;
+  const GatherCall call = {
+      .is_slow = scales.any() || sm90_obstacles != kNoObstacle,
+      .has_few_seqs =
+          p.num_seqs <= kGatherSeqsOfWideHeads && p.max_seq_len >= kGatherTokensOfWideHeads,
+      .has_many_tiles = tiles >= int64_t{kGatherTilesOfSmallHeads} * device.num_sms};
   // The room depends on the batch. With fixed_split_size the kernel must not.
   return p.fixed_split_size == 0 && can_scale && (sm90_obstacles & ~kGone) == kNoObstacle &&
-         (((is_8_bit || sm90_obstacles != kNoObstacle) &&
-           rows >= gather_rows(p.kv, is_slow, has_few)) ||
+         (((is_8_bit || sm90_obstacles != kNoObstacle) && rows >= gather_rows(p.kv, call)) ||
           (has_slow_rows && rows >= kGatherSlowRows));
 }
 
 // Sets which K and V are gathered. The host has only a bound on the lengths. If they may not fit,
 // a second launch must be possible: only contiguous keys are gathered all or none.
-void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles,
-                   AttentionChoice& choice) {
-  if (!should_gather(p, sm90_obstacles)) return;
+void choose_gather(const PagedAttentionParams& p, const DeviceModel& device,
+                   uint32_t sm90_obstacles, AttentionChoice& choice) {
+  if (!should_gather(p, device, sm90_obstacles)) return;
   const bool is_contiguous = p.key_start_loc != nullptr;
   const int64_t longest = std::min(p.max_seq_len, kMaxGatherBytes);  // no overflow
   const int64_t bound = is_contiguous ? int64_t{p.kv.block_size} : p.num_seqs * longest;
@@ -393,7 +396,7 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
     return few_rows();
   }
   AttentionChoice choice;
-  choose_gather(p, sm90, choice);
+  choose_gather(p, device, sm90, choice);
   // With 8-bit products nothing is gathered to 16 bits. Two launches that split were not timed.
   const bool can = sm90 == kNoObstacle && can_split(p, has_8_bit_products) &&
                    (has_8_bit_products || !choice.gathers_some);

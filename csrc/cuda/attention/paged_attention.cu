@@ -103,7 +103,7 @@ PagedAttentionParams with_rows(const PagedAttentionParams& given) {
 int64_t attention_scratch_bytes(const PagedAttentionParams& given, const E4M3Query& query) {
   const PagedAttentionParams p = with_rows(given);
   // A lower bound: whether prefill sm90 can read the cache where it lies is not known yet.
-  const int64_t fewest_rows = gather_rows(p.kv, true, true);
+  const int64_t fewest_rows = gather_rows(p.kv, {true, true, true});
   if (!query.on && int64_t{p.max_query_len} * p.num_heads < fewest_rows * p.kv.num_kv_heads) {
     return 0;
   }

@@ -167,8 +167,9 @@ TEST(ChooseKernel, EightBitCachesAreGathered) {
   EXPECT_GT(choose(128, 1000, 4, 128, KvLayout::kNHD, true).gathered_rows, 0);
   EXPECT_EQ(choose(120, 1000, 4, 128, KvLayout::kNHD, true).gathered_rows, 0);
   EXPECT_GT(choose(128, 1000, 4, 128, KvLayout::kNHD, false, 5.0f).gathered_rows, 0);
-  EXPECT_EQ(choose(1500, 1000, 4, 64, KvLayout::kNHD).gathered_rows, 0);
-  EXPECT_GT(choose(1600, 1000, 4, 64, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_EQ(choose(1500, 2000, 1, 64, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_GT(choose(1600, 2000, 1, 64, KvLayout::kNHD).gathered_rows, 0);
+  EXPECT_GT(choose(1000, 1000, 8, 64, KvLayout::kNHD).gathered_rows, 0);  // 2000 tiles
   EXPECT_EQ(choose(384, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
   EXPECT_GT(choose(512, 1000, 4, 128, KvLayout::kVllm).gathered_rows, 0);
   EXPECT_EQ(choose(600, 1000, 4, 96, KvLayout::kVllm).gathered_rows, 0);

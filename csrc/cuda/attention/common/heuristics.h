@@ -146,9 +146,11 @@ constexpr int kGatherRowsOfSlow = 512, kManyGatherRows = 1024;
 // Likewise for other 8-bit caches: heads up to 64, layout vllm with heads up to 96, up to 128, NHD
 // and HND. (prefill/dequantize.md, us, gathered last. Heads of 64: 4096 rows 206, 233; 8192 rows
 // 422, 360. Heads of 96, layout vllm: 2048 rows 123, 134. 128: 1536 rows 119, 127; 2048 rows 138,
-// 136. NHD: 1024 rows 77, 86; 1536 rows 119, 118.)
+// 136. NHD: 1024 rows 77, 86; 1536 rows 119, 118.) Heads up to 64 have kManyGatherRows if a batch
+// has so many tiles of kPrefillTileRows an SM: gathered keys have tiles of 192 rows, and fewer of
+// these leave SMs idle. (d64_8x1k_fp8, 16 an SM: 131, 113.)
 constexpr int kGatherRowsOfSmallHeads = 6144, kGatherRowsOfVllm96 = 4096, kGatherRowsOfVllm = 2048,
-              kGatherRows = 1536;
+              kGatherRows = 1536, kGatherTilesOfSmallHeads = 3;
 // 8-bit caches of heads above 128, whose tiles are not split: the first, if up to so many sequences
 // have a longest one of so many tokens or more. The gather's time grows with their sum, and few
 // tiles take as long as one. Caches that sm90 reads slowly or not at all need neither.
@@ -162,16 +164,20 @@ constexpr int kGatherSlowRows = 16384;
 // Likewise for int4, which prefill sm90 reads in no other way. (decode/int4.md, H200, 8 sequences
 // on 4k: 256 rows 335 to 198 us; 128 rows take 145 us.)
 constexpr int kGatherRowsOfInt4 = 256;
-// has_few: wide heads' limits of sequences and tokens hold.
-inline int gather_rows(const PagedKv& kv, bool is_slow, bool has_few) {
+// What else the number depends on. The last two: kGatherSeqsOfWideHeads and
+// kGatherTokensOfWideHeads hold, and kGatherTilesOfSmallHeads.
+struct GatherCall {
+  bool is_slow, has_few_seqs, has_many_tiles;
+};
+inline int gather_rows(const PagedKv& kv, const GatherCall& call) {
   if (values_of(kv.dtype) > 1) return kGatherRowsOfInt4;
   if (size_of(kv.dtype) > 1) return kManyGatherRows;
   if (kv.head_size > 128) {
-    return is_slow || has_few ? kGatherRowsOfWideHeads : kManyGatherRows;
+    return call.is_slow || call.has_few_seqs ? kGatherRowsOfWideHeads : kManyGatherRows;
   }
   const bool has_rows = kv.layout != KvLayout::kVllm;
-  if (is_slow) return has_rows && kv.head_size > 64 ? kGatherRowsOfSlow : kManyGatherRows;
-  if (kv.head_size <= 64) return kGatherRowsOfSmallHeads;
+  if (call.is_slow) return has_rows && kv.head_size > 64 ? kGatherRowsOfSlow : kManyGatherRows;
+  if (kv.head_size <= 64) return call.has_many_tiles ? kManyGatherRows : kGatherRowsOfSmallHeads;
   if (has_rows) return kGatherRows;
   return kv.head_size <= 96 ? kGatherRowsOfVllm96 : kGatherRowsOfVllm;
 }
