@@ -148,7 +148,7 @@ constexpr int kGatherRowsOfSlow = 512, kManyGatherRows = 1024;
 // 422, 360. Heads of 96, layout vllm: 2048 rows 123, 134. 128: 1536 rows 119, 127; 2048 rows 138,
 // 136. NHD: 1024 rows 77, 86; 1536 rows 119, 118.) Heads up to 64 have kManyGatherRows if a batch
 // has so many tiles of kPrefillTileRows an SM: gathered keys have tiles of 192 rows, and fewer of
-// these leave SMs idle. (d64_8x1k_fp8, 16 an SM: 131, 113.)
+// these leave SMs idle. (The same page, d64_8x1k_fp8, 16 an SM, NHD: 130, 113.)
 constexpr int kGatherRowsOfSmallHeads = 6144, kGatherRowsOfVllm96 = 4096, kGatherRowsOfVllm = 2048,
               kGatherRows = 1536, kGatherTilesOfSmallHeads = 3;
 // 8-bit caches of heads above 128, whose tiles are not split: the first, if up to so many sequences
