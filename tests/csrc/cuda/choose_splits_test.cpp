@@ -187,6 +187,15 @@ TEST(ChooseKernel, EightBitCachesAreGathered) {
   const AttentionChoice one = choose(200, 100000, 1, 128, KvLayout::kNHD);
   EXPECT_TRUE(one.may_split);
   EXPECT_EQ(one.gathered_rows, 0);
+  // Two launches do not split, so few tiles of them are left to decode.
+  PagedAttentionParams p = few_tiles(400000);
+  p.num_heads = 16;
+  p.kv.num_kv_heads = 4;
+  set_8_bits(p);
+  set_queries(p, 1, 400);
+  EXPECT_NE(choose_kernel(p, kDevices[2].model).main.kernel, AttentionKernel::kPrefillSm90);
+  set_queries(p, 1, 380);  // 1520 rows: one launch, which splits
+  EXPECT_EQ(choose_kernel(p, kDevices[2].model).main.kernel, AttentionKernel::kPrefillSm90);
 }
 
 }  // namespace

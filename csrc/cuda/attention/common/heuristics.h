@@ -158,7 +158,7 @@ constexpr int kGatherRowsOfSmallHeads = 6144, kGatherRowsOfVllm96 = 4096, kGathe
 // layout vllm: 239, 288; d192_4x100_on_500: 26, 37.)
 constexpr int kGatherRowsOfWideHeads = 128, kGatherSeqsOfWideHeads = 3;
 constexpr int64_t kGatherTokensOfWideHeads = 4096;
-// The same for 16-bit rows of NHD and HND that begin within a sector of 32 bytes. (No row. With
+// Likewise for 16-bit rows of NHD and HND that begin within a sector of 32 bytes. (No row. With
 // 4096 rows it loses: any_shape.md, d72_8x1k 136 to 155 us.)
 constexpr int kGatherSlowRows = 16384;
 // Likewise for int4, which prefill sm90 reads in no other way. (decode/int4.md, H200, 8 sequences

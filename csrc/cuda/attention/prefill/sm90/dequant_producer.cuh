@@ -166,8 +166,7 @@ __device__ __forceinline__ void store_chunk(uint4 elements, const Address& addre
 }
 
 // Dequant producer warp `warp` of kDequantWarps, for K or V. It takes boxes warp, warp +
-// kDequantWarps, ... of each KV tile. A lane copies chunks of 16 bytes: 16 dimensions of a token,
-// or, for V of layout vllm, 16 tokens of a dimension. mainloop.cuh has the layout they end in.
+// kDequantWarps, ... of each KV tile.
 //
 // While one KV tile is upcast, the next one is copied to `raw`. Each lane reads back only its own
 // chunks, so these copies need no barrier.
