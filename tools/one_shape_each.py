@@ -14,6 +14,7 @@ from one_shape.attention import (
     decode_steps,
     eight_bit_queries,
     general_attention,
+    lines_of_heads,
     prompts,
     shards,
     split_prompts,
@@ -35,6 +36,7 @@ from one_shape.token_scales import token_scales, token_zeros
 def main() -> None:
     groups = (
         general_attention,
+        lines_of_heads,
         token_scales,
         token_zeros,
         tree_masks,

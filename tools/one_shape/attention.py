@@ -73,6 +73,24 @@ def general_attention() -> None:
                     torch.cuda.synchronize()  # racecheck fails with hundreds of launches in flight
 
 
+def lines_of_heads() -> None:
+    """paged_attention of one token over NHD in 8 bits, where a work tile has several KV heads."""
+    page, pages = 16, 60
+    for dtype in {*DTYPES} - {torch.float32}:
+        for stored in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+            for head_size, heads, seqs in (
+                (64, 2, 24), (80, 8, 24), (96, 4, 24), (112, 8, 24), (160, 4, 32), (192, 2, 32),
+                (224, 4, 32), (96, 4, 150),
+            ):  # fmt: skip
+                tables = torch.randint(0, pages, (seqs, 40), device=CUDA).int()
+                lens = torch.randint(0, 100, (seqs,), device=CUDA).int()
+                lens[3] = 640
+                rows = torch.randn(2, pages, page, heads, head_size, device=CUDA).to(stored)
+                query = torch.randn(seqs, 4 * heads, head_size, device=CUDA, dtype=dtype)
+                vllm_kernels.paged_attention(query, *rows, tables, lens, layout="NHD")
+                torch.cuda.synchronize()
+
+
 def prompts() -> None:
     """paged_attention of prompts beside decodes: every head size, layout and kind of score."""
     page = 16

@@ -23,6 +23,7 @@
 #include "cuda/attention/alignment.h"
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/workspace.h"
+#include "cuda/attention/dispatch_lines.h"
 #include "cuda/attention/dispatch_splits.h"
 
 namespace vllm_kernels::cuda {
@@ -305,6 +306,10 @@ KernelChoice choose_decode(const PagedAttentionParams& p, const DeviceModel& dev
                          .form = decode_form(p.kv),
                          .padded_head_size = padded_for_decode(p.kv),
                          .multi_warp = rows > 8 && !has_single_tokens(p)};
+  if (const int heads = heads_of_lines(p, device); heads > 1 && !choice.multi_warp) {
+    set_lines_shape(p, device, heads, choice);
+    return choice;
+  }
   if (!choice.multi_warp && takes_plain_rows(p.kv, device)) {
     choice.form = KvForm::kPlainRows;
     choice.padded_head_size = p.head_size();

@@ -67,6 +67,8 @@ const char* name_of(KvForm form) {
       return "packed boxes";
     case KvForm::kPlainRows:
       return "plain rows";
+    case KvForm::kLines:
+      return "lines of several KV heads";
     default:
       return "swizzled rows";
   }

@@ -220,12 +220,40 @@ constexpr bool prefers_plain_rows(int head_size, bool is_16_bit, bool contiguous
       return is_16_bit || contiguous;
     case 96:
       return is_16_bit != contiguous;
+    case 160:
     case 192:
+    case 224:
       return !is_16_bit;
     default:
       return false;
   }
 }
+
+// Head sizes whose rows of 8 bits in NHD do not fill whole lines of 128 bytes. Decode has kernels
+// of form kLines for them. (decode/lines.md, e4m3, 24 sequences, 160: 166 to 98 us.)
+constexpr bool has_partial_lines(int head_size) {
+  switch (head_size) {
+    case 64:
+    case 80:
+    case 96:
+    case 112:
+    case 160:
+    case 192:
+    case 224:
+      return true;
+    default:
+      return false;
+  }
+}
+// Form kLines: work tiles of a batch from which on it is faster, and the longest sequence. It lacks
+// the speculative prologue, and one CTA combines the splits of several heads. (decode/lines.md, 80,
+// 8 tiles: 25 to 23 us; 12 ragged ones: 28 to 31. 160, 24 ragged ones: 30 to 37. 112, 16 sequences
+// of 200 tokens: 9.3 to 13.2.)
+constexpr int kTilesOfLines = 24, kTilesOfLinesOfWideHeads = 32, kLengthOfShortLines = 256;
+// Min stages of its pipelines: 96, 12 warps with 2 stages 234 us, 8 with 4 stages 252. (The same
+// page.) Work tiles for more than this part of the CTAs are balanced as more than all: 160, 96
+// tiles, 246 to 182 us.
+constexpr int kMinStagesOfLines = 2, kCtasOfFewLines = 2;
 
 // The same for rows of `bytes` bytes of int4. As swizzled rows those of 64 bytes that do not follow
 // each other take a line of 128 bytes each, so there is room for half as many warps. (No row.)

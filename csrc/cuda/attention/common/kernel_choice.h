@@ -13,7 +13,8 @@ namespace vllm_kernels::cuda {
 //   kPackedBoxes    16, 32 or 64 tokens of a longer page of layout vllm, a TMA box each
 //   kSwizzledRows   rows of NHD and HND in columns of 128 bytes, TMA's 128-byte swizzle
 //   kPlainRows      rows of NHD and HND as they lie in memory
-enum class KvForm { kPackedPages, kPackedBoxes, kSwizzledRows, kPlainRows };
+//   kLines          rows of several KV heads of NHD, which fill lines of 128 bytes; 16 tokens a box
+enum class KvForm { kPackedPages, kPackedBoxes, kSwizzledRows, kPlainRows, kLines };
 
 enum class AttentionKernel {
   kSimt,         // simt/: no tensor cores
@@ -73,7 +74,8 @@ struct KernelChoice {
   AttentionKernel kernel = AttentionKernel::kSimt;
   KvForm form = KvForm::kSwizzledRows;
   int padded_head_size = 0;  // of the instantiation, in values
-  bool multi_warp = false;   // decode: several warps share a pipeline
+  bool multi_warp = false;   // decode: several warps share a pipeline, each for some of the rows
+  uint8_t kv_heads = 1;      // decode: of a work tile; the warps of a pipeline have one each
   int warps = 0;             // of a CTA
   int ctas_per_sm = 1;
   int stages = 0;          // of a pipeline
@@ -177,7 +179,8 @@ constexpr int kMaxNewTokenRows = 8;
 
 // --- shapes that the choice and the kernels must agree on
 
-constexpr int kColumnBytes = 128;  // of a row in form kSwizzledRows
+constexpr int kColumnBytes = 128;  // of a row in forms kSwizzledRows and kLines
+constexpr int kLineTokens = 16;    // of a box in form kLines
 constexpr int kMaxPipelineStages = 8;
 
 // Columns of a row.
@@ -188,6 +191,14 @@ constexpr int row_columns(int head_size, int element_bytes) {
 // Whether the rows of a page of a head follow each other in memory: layout HND as allocated.
 inline bool rows_are_contiguous(const PagedKv& kv) {
   return kv.key_token_stride == kv.head_size && kv.value_token_stride == kv.head_size;
+}
+
+// The cache with `heads` adjacent KV heads as one row. The number of heads stays: such a row may
+// begin at any head.
+inline PagedKv rows_of_heads(const PagedKv& kv, int heads) {
+  PagedKv rows = kv;
+  rows.head_size *= heads;
+  return rows;
 }
 
 // Form kSwizzledRows: whether two contiguous rows may share a line of 128 bytes.

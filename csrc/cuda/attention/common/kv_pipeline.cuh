@@ -379,7 +379,8 @@ class KvPipeline {
   }
   // Form kPackedBoxes: log2 of the boxes of a page, or of a stage where that is shorter.
   __device__ __forceinline__ int box_shift() const {
-    return min(layout_.page_shift, kStageShift<kTokens>) - kStageShift<kBoxTokens<Cache, kTokens>>;
+    return min(layout_.page_shift, kStageShift<kTokens>) -
+           kStageShift<kTokensOfBox<Cache, kTokens, kForm>>;
   }
   __device__ __forceinline__ uint32_t empty_barrier(int stage) const {
     return barriers_ + (kMaxPipelineStages + stage) * 8;

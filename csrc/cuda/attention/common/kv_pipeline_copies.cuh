@@ -151,7 +151,7 @@ KvPipeline<Cache, kMaxHeadSize, kTokens, kForm, kShared>::copy_boxes(const Paged
                                                                      uint32_t stage,
                                                                      uint32_t barrier,
                                                                      int32_t block, bool is_valid) {
-  constexpr int kTokensOfBox = kBoxTokens<Cache, kTokens>;
+  constexpr int kTokensOfBox = cuda::kTokensOfBox<Cache, kTokens, kForm>;
   const int page_mask = (1 << layout_.page_shift) - 1;
 #if defined(VLLM_KERNELS_HAS_SM90)
   // Each lane copies K or V of one box.
@@ -162,11 +162,15 @@ KvPipeline<Cache, kMaxHeadSize, kTokens, kForm, kShared>::copy_boxes(const Paged
   const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
   if (lane_ == 0) barrier_expect(barrier, layout_.page_bytes * count);
   if (copies) {
-    tma_copy_box(stage + (is_value ? box_index * layout_.page_bytes
-                                   : layout_.key_offset + box_index * layout_.page_stride),
-                 is_value ? &maps_.value : &maps_.key,
-                 token * (is_value ? static_cast<int>(kBytes) : 16) / 2, 0, kv_head_, block,
-                 barrier, policy_);
+    const uint32_t to = stage + (is_value ? box_index * layout_.page_bytes
+                                          : layout_.key_offset + box_index * layout_.page_stride);
+    const CUtensorMap* map = is_value ? &maps_.value : &maps_.key;
+    if constexpr (kForm == KvForm::kLines) {
+      tma_copy_box(to, map, 0, token, kv_head_ * layout_.columns, block, barrier, policy_);
+    } else {
+      tma_copy_box(to, map, token * (is_value ? static_cast<int>(kBytes) : 16) / 2, 0, kv_head_,
+                   block, barrier, policy_);
+    }
   }
 #else
   const int token = first_token_ & page_mask;  // the page contains the whole stage

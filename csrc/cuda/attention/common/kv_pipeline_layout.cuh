@@ -59,8 +59,8 @@ void set_stage_layout(const PagedKv& kv, PipelineLayout& pipeline, KvStageLayout
   pipeline.columns = row_columns(kv.head_size, kBytes);
   pipeline.chunks = kv.head_size * kBytes / 16;
   pipeline.chunk_divisor = FastDivisor(std::max(1, pipeline.chunks));
-  const StageBytes bytes =
-      stage_bytes(kv, kForm, kMaxHeadSize, kTokens, current_device_model().architecture);
+  const StageBytes bytes = stage_bytes(kv, kForm, std::max(kMaxHeadSize, kv.head_size), kTokens,
+                                       current_device_model().architecture);
   pipeline.line_shift = static_cast<uint8_t>(bytes.line_shift);
   pipeline.key_offset = bytes.key_offset;
   pipeline.stage_bytes = bytes.total;
@@ -78,6 +78,9 @@ void set_stage_layout(const PagedKv& kv, PipelineLayout& pipeline, KvStageLayout
     pipeline.page_bytes = pipeline.page_stride = std::min(kv.block_size, kTokens) * kRowBytes;
     layout.key_step = layout.value_step = 16 * kRowBytes;
     layout.key_half = layout.value_half = 32 * kRowBytes;
+  } else if (kForm == KvForm::kLines) {
+    pipeline.page_bytes = pipeline.page_stride = kv.head_size * kBytes * kLineTokens;
+    layout.key_step = layout.value_step = pipeline.page_bytes;
   } else {
     const bool within = layout.page_tokens == 32;  // the next 16 tokens are in the same page
     layout.key_step = within ? 16 * 16 : pipeline.page_stride * 16 / layout.page_tokens;

@@ -1,7 +1,7 @@
 // How the tokens of a pipeline stage lie in shared memory, and which of them each lane loads.
 // warp_mma.cuh and warpgroup_mma.cuh share this; kv_pipeline.cuh writes the stages.
 //
-// A stage has one of three layouts:
+// A stage has one of four layouts:
 //
 // Packed pages (forms kPackedPages and kPackedBoxes): pages of layout vllm. K [D/x][tokens][x] is a
 // row of 8x8 core matrices, as ldmatrix needs them. V [D][tokens] is V^T already.
@@ -15,6 +15,10 @@
 // Plain rows (form kPlainRows): [tokens][D], not padded to 128-byte lines. HND pages are copied as
 // they are, NHD pages in TMA boxes of full rows. Bank conflicts of ldmatrix over 8 tokens: none
 // with rows of 80 or 112 bytes, 2-way with 96, 160 or 224 bytes, 4-way with 192 bytes.
+//
+// Lines (form kLines): [boxes of 16 tokens][columns][16][128 bytes], swizzled like swizzled rows. A
+// row has several KV heads of layout NHD, which fill whole columns together. Each warp of the
+// consumer has one of these heads.
 #pragma once
 #include <type_traits>
 
@@ -41,6 +45,9 @@ constexpr TokenBits<kTokens> kAllTokens = ~TokenBits<kTokens>{0} >> (kTokens == 
 // In 8 bits a box has 32 tokens if the stage does. Rows of V of 16 bytes are slow to copy.
 template <typename Cache, int kTokens>
 constexpr int kBoxTokens = sizeof(Cache) == 2 || kTokens < 32 ? 16 : 32;
+// The same for form kLines, too.
+template <typename Cache, int kTokens, KvForm kForm>
+constexpr int kTokensOfBox = kForm == KvForm::kLines ? kLineTokens : kBoxTokens<Cache, kTokens>;
 
 // Form kSwizzledRows: whether contiguous rows are so short that two may share a line.
 template <typename Cache, int kMaxHeadSize, KvForm kForm>
@@ -63,8 +70,9 @@ template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm>
 struct KvFragments {
   static constexpr bool kCacheIs16Bit = sizeof(Cache) == 2;  // else upcast to fp16
   static constexpr bool kIsInt4 = kValuesOf<Cache> == 2;
-  static constexpr bool kIsPlain = kForm == KvForm::kPlainRows;
-  static constexpr bool kRows = kForm == KvForm::kSwizzledRows || kIsPlain;
+  static constexpr bool kIsPlain = kForm == KvForm::kPlainRows, kIsLines = kForm == KvForm::kLines;
+  static constexpr bool kRows = kForm == KvForm::kSwizzledRows || kIsPlain || kIsLines;
+  static constexpr int kChunkPairs = (kMaxHeadSize / 16 + 1) / 2;  // of 16 bytes
   // Packed pages: tokens of a page in the stage. 0: only KvStageLayout knows (8 or 16).
   static constexpr int kPageTokens = kForm == KvForm::kPackedBoxes ? kBoxTokens<Cache, kTokens>
                                      : kCacheIs16Bit               ? 0
@@ -74,6 +82,7 @@ struct KvFragments {
   uint32_t key_row, value_row;      // bytes, from the stage's K or V
   uint32_t key_step, value_step;    // packed pages: bytes from one step to the next
   uint32_t key_chunk, value_chunk;  // swizzled rows: bytes, chunk of step 0 within its line
+  uint32_t pairs[kIsLines ? kChunkPairs : 1];  // lines: bytes, of the head's chunks 0 1, 2 3, ...
 
   // The token (0 .. 15) of this lane's score element j. dimension_of(): the dimension of an output
   // element of step k.
@@ -100,10 +109,23 @@ struct KvFragments {
   static __device__ __forceinline__ int dimension_of(int lane, int k, int high) {
     return k * 16 + (kRows && !kCacheIs16Bit ? lane / 4 * 2 + high : lane / 4 + 8 * high);
   }
-  __device__ __forceinline__ void set_addresses(const KvStageLayout& layout, int lane) {
+  // Lines: `head` is this warp's KV head in them.
+  __device__ __forceinline__ void set_addresses(const KvStageLayout& layout, int lane,
+                                                int head = 0) {
     const int page_tokens = kPageTokens > 0 ? kPageTokens : layout.page_tokens;
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
-    if constexpr (kIsPlain) {
+    if constexpr (kIsLines) {
+      // As 8-bit swizzled rows, but a head may begin at any chunk, and two chunks lie in different
+      // columns. A head of an odd number has no second chunk at its end.
+      static_assert(!kCacheIs16Bit);
+      constexpr int kChunks = kMaxHeadSize / 16;
+#pragma unroll
+      for (int i = 0; i < kChunkPairs; ++i) {
+        const int chunk = head * kChunks + min(2 * i + upper, kChunks - 1);
+        pairs[i] = opaque(chunk / 8 * kColumnStride<kLineTokens> + (lane & 15) * kColumnBytes +
+                          (chunk % 8 ^ row) * 16);
+      }
+    } else if constexpr (kIsPlain) {
       constexpr int kRowBytes = kMaxHeadSize * sizeof(Cache);
       key_row = (row + second * 8) * kRowBytes + upper * 16;
       value_row = kCacheIs16Bit ? (row + upper * 8) * kRowBytes + second * 16 : key_row;
@@ -146,6 +168,7 @@ struct KvFragments {
   }
   // Keeps the addresses in registers: the compiler would otherwise recompute them for every stage.
   __device__ __forceinline__ void keep_addresses() {
+    if constexpr (kIsLines) return;
     key_row = opaque(key_row);
     value_row = opaque(value_row);
     if constexpr (!kRows && kPageTokens == 0) {
@@ -155,11 +178,13 @@ struct KvFragments {
   }
   // This lane's byte offset for step k, from the start of the stage's K or V.
   __device__ __forceinline__ uint32_t key_at(int k) const {
+    if constexpr (kIsLines) return pairs[k / 2];
     if constexpr (!kRows) return key_row + k * key_step;
     if constexpr (kIsPlain) return key_row + k * 16 * sizeof(Cache);
     return key_row + column_of(k, key_chunk);
   }
   __device__ __forceinline__ uint32_t value_at(int k) const {
+    if constexpr (kIsLines) return pairs[k / 2];
     if constexpr (!kRows) return value_row + k * value_step;
     if constexpr (kIsPlain) return value_row + k * 16 * sizeof(Cache);
     return value_row + column_of(k, value_chunk);

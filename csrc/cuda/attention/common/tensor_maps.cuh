@@ -58,6 +58,23 @@ inline KvTensorMaps plain_row_maps(const PagedKv& kv, int tokens) {
       .value = map(kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride)};
 }
 
+// Form kLines, layout NHD: (dimension, token in the page, column, page). kv.head_size is the size
+// of a work tile's heads together, and a box has all their columns.
+inline KvTensorMaps line_maps(const PagedKv& kv) {
+  const auto map = [&](void* base, int64_t token_stride, int64_t head_stride,
+                       int64_t block_stride) {
+    return encode_tensor_map<4>(base,
+                                {kColumnBytes / 2, kv.block_size,
+                                 kv.num_kv_heads * head_stride / kColumnBytes, kv.num_blocks},
+                                {token_stride, kColumnBytes, block_stride},
+                                {kColumnBytes / 2, kLineTokens, kv.head_size / kColumnBytes, 1},
+                                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+  };
+  return {
+      .key = map(kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride),
+      .value = map(kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride)};
+}
+
 // Form kPackedBoxes, layout vllm: a box is `tokens` tokens of one head. K is (token * 16 bytes,
 // chunk, KV head, page), V is (token, dimension, KV head, page).
 inline KvTensorMaps packed_box_maps(const PagedKv& kv, int tokens) {
@@ -80,6 +97,7 @@ template <typename Cache, int kTokens, KvForm kForm>
 KvTensorMaps kv_tensor_maps(const PagedKv& kv, int line_shift) {
   if (kForm == KvForm::kPlainRows && !rows_are_contiguous(kv))
     return plain_row_maps(kv, std::min(kv.block_size, kTokens));
+  if (kForm == KvForm::kLines) return line_maps(kv);
   if (is_whole(kForm) || current_device_model().architecture < 90) return {};
   if (kForm == KvForm::kPackedBoxes) return packed_box_maps(kv, kBoxTokens<Cache, kTokens>);
   // The pages are read once, so L2 must not fetch more than one row of the box.

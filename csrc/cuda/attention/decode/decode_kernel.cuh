@@ -10,7 +10,8 @@
 // one warp. With kMultiWarp it is 1, 2 or 4 warps that share the rows, 8 or 16 each. So a warp
 // keeps its query and its output in registers. Of a tile's stages, consumer c takes c, c +
 // consumers, ... through its own pipeline (kv_pipeline.cuh). Hopper uses decode_wgmma_kernel.cuh
-// for tiles of more than 8 rows and heads of up to kWgmmaMaxHeadSize.
+// for tiles of more than 8 rows and heads of up to kWgmmaMaxHeadSize. In form kLines a work tile
+// has 2, 4 or 8 KV heads with up to 8 rows each, and a consumer has a warp for each head.
 //
 // A tile's end: each consumer starts to load the next tile's stages. Then the consumers' partials
 // are combined in shared memory. An unsplit tile is written as output. A split's partial goes to
@@ -18,8 +19,8 @@
 // the CTA of the last split (flag-in-data, split_exchange.cuh).
 //
 // Early reads, before the PDL wait: lengths and block tables, in small batches (may_speculate())
-// and without kMultiWarp. The first work tile is scheduled speculatively from them, and its first
-// pages are prefetched into L2. With kv_ready, lengths, tables and pages are read early.
+// where a pipeline has one warp. The first work tile is scheduled speculatively from them, and its
+// first pages are prefetched into L2. With kv_ready, lengths, tables and pages are read early.
 //
 // Next: decode() below; warp_mma.cuh for the math of a stage; decode_launch.cuh for the host.
 #pragma once
@@ -30,7 +31,7 @@
 #include "cuda/attention/common/split_exchange.cuh"
 #include "cuda/attention/common/tensor_maps.cuh"
 #include "cuda/attention/common/unowned_rows.cuh"
-#include "cuda/attention/decode/decode.h"
+#include "cuda/attention/decode/decode_shape.cuh"
 #include "cuda/attention/decode/decode_wgmma_kernel.cuh"
 #include "cuda/attention/decode/tile_scheduler.cuh"
 #include "cuda/attention/decode/warp_mma.cuh"
@@ -44,67 +45,21 @@ struct NoNewToken {
   static constexpr bool kAny = false;
 };
 
-struct DecodeShape {
-  WorkShape work;
-  PipelineLayout pipeline;
-  KvStageLayout stage_layout;
-  int consumer_shift;  // log2 of the warps of a consumer
-  int warp_shift;      // log2 of the query rows of a warp, at most
-  int combine_rows;    // rows of a warp combined at a time; a thread has 4 dimensions of one row
-  FastDivisor fours;   // groups of 4 dimensions of a head
-  ScoreCap cap;
-};
-
-// A row's 4 dimensions from `d` on, and its log-sum-exp.
-template <typename Cache>
-__device__ __forceinline__ void write_row(const PagedAttentionParams& p, const WorkShape& shape,
-                                          const WorkTile& work_tile, const TileRows& rows, int row,
-                                          int d, const RowState& state) {
-  const QueryRow query_row = query_row_of(shape, work_tile, rows, row);
-  const RowResult result =
-      row_result(p, work_tile.kv_head, query_row.head, state.row_max, state.sum);
-  const float scale = result.scale;
-  const float values[4] = {state.out.x * scale, state.out.y * scale, state.out.z * scale,
-                           state.out.w * scale};
-  const int64_t token = work_tile.sequence.first_query + query_row.token;
-  const int64_t at = token * p.out_stride +
-                     static_cast<int64_t>(query_row.head) * kValuesOf<Cache> * p.kv.head_size + d;
-  if (p.dtype == DType::kFloat16) {
-    store4<Half>(p.out, at, values);
-  } else {
-    store4<BFloat16>(p.out, at, values);
-  }
-  if (p.lse != nullptr && d == 0) p.lse[token * p.num_heads + query_row.head] = result.lse;
-}
-
-// Tiles of 8 query rows per warp (decode_row_blocks).
-template <int kMaxHeadSize, bool kMultiWarp>
-constexpr int kRowTiles = decode_row_blocks(kMaxHeadSize, kMultiWarp);
-
-// Tiles of 16 tokens per stage (decode_stage_tokens).
-template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
-constexpr int kTokenTiles = decode_stage_tokens(sizeof(Cache), kMaxHeadSize, kMultiWarp) / 16;
-
-// Max threads (decode_threads).
-template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
-constexpr int kDecodeThreads = decode_threads(sizeof(Cache), kMaxHeadSize, kMultiWarp);
-
-// Whether wgmma decode has the work of several warps a pipeline, on an architecture that has wgmma.
-template <typename Cache, int kMaxHeadSize>
-constexpr bool kHasWgmmaDecode = kMaxHeadSize <= kWgmmaMaxHeadSize && !kHasZeros<Cache>;
-
 // The kernel's body. kMaxHeadSize: in values. `new_token`: NoNewToken, or fused_decode_attention's
-// FusedNewToken.
+// FusedNewToken. Form kLines: a work tile has as many KV heads as a consumer has warps, and each
+// warp has one of them, with at most 8 query rows.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, typename NewToken>
 __device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
                                        const KvTensorMaps& maps, const DecodeWorkspace& workspace,
                                        NewToken new_token) {
   constexpr int kTiles = kRowTiles<kMaxHeadSize, kMultiWarp>, kBytes = sizeof(Cache);
   constexpr int kValues = kValuesOf<Cache>, kMaxStored = kMaxHeadSize / kValues;
+  constexpr bool kHeadPerWarp = kForm == KvForm::kLines;
+  constexpr bool kShared = kMultiWarp || kHeadPerWarp;  // several warps share a pipeline
   using Mma =
       WarpMma<Cache, kMaxStored, kTiles, kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>, kForm>;
   constexpr int kTokens = Mma::kTokens, kShift = kStageShift<kTokens>;
-  using Pipeline = KvPipeline<Cache, kMaxStored, kTokens, kForm, kMultiWarp>;
+  using Pipeline = KvPipeline<Cache, kMaxStored, kTokens, kForm, kShared>;
   extern __shared__ __align__(1024) char shared[];  // pipelines, then the warps' partials
   constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
   __shared__ uint64_t pipeline_words[kWarps][Pipeline::kWords];
@@ -120,11 +75,12 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 
   const int warps = blockDim.x / 32;
   const int warp = opaque(threadIdx.x / 32), lane = opaque(threadIdx.x % 32);
-  const int consumer_shift = kMultiWarp ? shape.consumer_shift : 0,
+  const int consumer_shift = kShared ? shape.consumer_shift : 0,
             consumer_warps = 1 << consumer_shift;
   const int consumer = warp >> consumer_shift, warp_in_consumer = warp & consumer_warps - 1,
             consumers = warps >> consumer_shift;
   const int warp_rows = kTiles > 1 ? 1 << shape.warp_shift : 8;
+  const int head_of_warp = kHeadPerWarp ? warp_in_consumer : 0;
   const int head_size = p.kv.head_size * kValues, fours = head_size / 4;
   const int pipeline_bytes = Pipeline::bytes(shape.pipeline);
   Pipeline pipeline(shape.pipeline, maps, shared_address(shared) + consumer * pipeline_bytes,
@@ -138,7 +94,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   if (threadIdx.x == 0) barrier_init(shared_address(&next_index_ready), 1);
   Mma mma;
   mma.head_size = head_size / kValues;
-  mma.set_addresses(shape.stage_layout, lane);
+  mma.set_addresses(shape.stage_layout, lane, head_of_warp);
   mma.keep_addresses();
   if (head_size < kMaxHeadSize) {  // K past the head size is read, but never copied: zero it
     for (int i = threadIdx.x * 16; i < consumers * pipeline_bytes; i += blockDim.x * 16) {
@@ -146,7 +102,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     }
     fence_async_proxy();
   }
-  if (kMultiWarp || head_size < kMaxHeadSize) __syncthreads();  // orders barrier init and zeros
+  if (kShared || head_size < kMaxHeadSize) __syncthreads();  // orders barrier init and zeros
   if (threadIdx.x == 0) {  // a dummy: next_index is written again before it is read
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
@@ -157,11 +113,14 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
                                                                         : 8;
   using Scheduler = TileScheduler<kRounds>;
   Scheduler scheduler;
-  uint32_t index = blockIdx.x;                         // of the current work tile
-  const int first_row = warp_in_consumer * warp_rows;  // this warp's first row of a work tile
+  uint32_t index = blockIdx.x;  // of the current work tile
+  // This warp's first row of a work tile.
+  const int first_row = kHeadPerWarp ? 0 : warp_in_consumer * warp_rows;
   const void* query_rows[kTiles];  // this lane's rows of the tile that the pipeline has next
   const auto take_tile = [&](int now, bool speculative) {
-    const WorkTile work_tile = scheduler.get_tile(p, shape.work, index, lane);
+    WorkTile work_tile = scheduler.get_tile(p, shape.work, index, lane);
+    const int kv_heads = work_tile.kv_head;                  // of p.kv.num_kv_heads
+    if (kHeadPerWarp) work_tile.kv_head <<= consumer_shift;  // the first warp's
     const TileRows rows = tile_rows(p, shape.work, work_tile);
     if constexpr (NewToken::kAny) {
       new_token.aim(work_tile, shape.work.group, speculative);
@@ -171,7 +130,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         const int row = t * 8 + lane / 4;
         query_rows[t] = nullptr;
         if (first_row + row >= rows.count || row >= warp_rows) continue;
-        const QueryRow query_row = query_row_of(shape.work, work_tile, rows, first_row + row);
+        const QueryRow query_row =
+            row_of_head(shape.work, work_tile, rows, head_of_warp, first_row + row);
         query_rows[t] = static_cast<const char*>(p.query) +
                         2 * ((work_tile.sequence.first_query + query_row.token) * p.query_stride +
                              static_cast<int64_t>(query_row.head) * head_size);
@@ -181,7 +141,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       work_tiles[now] = work_tile;
       store_rows(p, rows, work_tile.sequence.seq_len, work_tile_rows[now]);
     }
-    pipeline.set_source(p, kShift, work_tile.seq, work_tile.sequence.seq_len, work_tile.kv_head,
+    pipeline.set_source(p, kShift, work_tile.seq, work_tile.sequence.seq_len, kv_heads,
                         work_tile.sequence.first_stage + work_tile.stage + consumer, consumers,
                         max(0, work_tile.stages - consumer + consumers - 1) / consumers);
   };
@@ -211,7 +171,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   // again after the wait, with the first pages in flight. If they differ, the prologue is repeated.
   // One copy of the code serves first and later tiles: i-cache misses dominate a one-tile CTA.
   // (Pages of one token: the ids of the first stages are more than a warp has lanes.)
-  bool speculative = !kMultiWarp && Scheduler::may_speculate(p);
+  bool speculative = !kShared && Scheduler::may_speculate(p);
   if (kForm == KvForm::kSwizzledRows) speculative &= p.kv.block_size > 1;
   if (!speculative && !p.kv_ready) wait_at_start(p);
   uint32_t count = UINT32_MAX;  // work tiles, once there is a schedule
@@ -282,29 +242,42 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       const auto out_at = [&](int64_t at) {
         return reinterpret_cast<float4*>(&partials.out[at * head_size + d]);
       };
-      // Calls combine(warp of the consumer, row) for this thread's rows. `first`: first row of the
-      // combine_rows that each warp combines at a time.
+      // Calls combine(warp of the consumer, row, row of the consumer's `results`) for this thread's
+      // rows. `first`: first row of the combine_rows that each warp combines at a time.
       const int combine_rows = shape.combine_rows;
       const auto each_row = [&](int first, const auto& combine) {
-        if (thread_row >= combine_rows || first + thread_row >= warp_rows) return;
+        if constexpr (kHeadPerWarp) {  // combine_rows: a power of two, all rows of a head
+          const int shift = __ffs(combine_rows) - 1, step = shape.fours.divide(blockDim.x);
+          if (thread_row >= step) return;
 #pragma unroll 1
-        for (int of = 0; of < consumer_warps; ++of) {
-          const int row = of * warp_rows + first + thread_row;
-          if (row < rows.count) combine(of, row);
+          for (int i = thread_row; i < combine_rows << consumer_shift; i += step) {
+            const int of = i >> shift, row = i - (of << shift);
+            if (row < rows.count) combine(of, of * 8 + row, i);
+          }
+        } else {
+          if (thread_row >= combine_rows || first + thread_row >= warp_rows) return;
+#pragma unroll 1
+          for (int of = 0; of < consumer_warps; ++of) {
+            const int row = of * warp_rows + first + thread_row;
+            if (row < rows.count) combine(of, row, of * combine_rows + thread_row);
+          }
         }
+      };
+      const auto write = [&](int of, int row, const RowState& state) {
+        const int head = kHeadPerWarp ? of : 0;
+        write_row<Cache>(p, shape.work, work_tile, rows, head, row - head * 8, d, state);
       };
       const int max_rows = min(warp_rows, rows.count);
       mma.reduce_sums();
 #pragma unroll 1
       for (int first = 0; first < max_rows; first += combine_rows) {
         __syncthreads();  // all threads have read the previous rows of `results`
-        const int rows_left = max(0, rows.count - warp_in_consumer * warp_rows - first);
+        const int rows_left = max(0, rows.count - first_row - first);
         mma.store(first, min(combine_rows, rows_left), results + warp * combine_rows * pitch, pitch,
                   warp_stats + warp * combine_rows, lane);
         __syncthreads();
-        each_row(first, [&](int of, int row) {
+        each_row(first, [&](int of, int row, int at) {
           RowState state;
-          const int at = of * combine_rows + thread_row;
           const uint32_t stride = combine_rows << consumer_shift;
           state.combine<1>(consumers, &warp_stats[at], stride,
                            reinterpret_cast<float4*>(results + at * pitch + d), stride * pitch / 4,
@@ -314,7 +287,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
               state.add_token(new_token.score(last, row), new_token.value(last, d));
           }
           if (whole) {
-            write_row<Cache>(p, shape.work, work_tile, rows, row, d, state);
+            write(of, row, state);
             return;
           }
           const int64_t to = partial_row(work_tile.split, row);
@@ -331,13 +304,13 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       const auto combine_splits = [&](auto groups, const auto& source) {
 #pragma unroll 1
         for (int first = 0; first < max_rows; first += combine_rows) {
-          each_row(first, [&](int, int row) {
+          each_row(first, [&](int of, int row, int) {
             RowState state;
             const int64_t at = partial_row(0, row);
             state.combine<decltype(groups)::value>(work_tile.num_splits, &partials.stats[at],
                                                    1u << shape.work.row_shift, out_at(at),
                                                    fours << shape.work.row_shift, source);
-            write_row<Cache>(p, shape.work, work_tile, rows, row, d, state);
+            write(of, row, state);
           });
         }
       };
@@ -384,7 +357,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       mma.load_query(query_rows, lane);
     }
     const float k_scale = !Mma::kCacheIs16Bit && p.kv.k_scale != nullptr
-                              ? p.kv.k_scale[work_tile.kv_head * p.kv.scale_stride]
+                              ? p.kv.k_scale[(work_tile.kv_head + head_of_warp) * p.kv.scale_stride]
                               : 1.0f;
     const float softmax_scale_log2 = p.scale * k_scale * kLog2E;
     if constexpr (Mma::kCacheIs16Bit) {
@@ -412,7 +385,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     int first = 0;  // first token of the current stage
     const auto adjust = [&](float score, int t, int j, int token) {
       const int row = min(first_row + Mma::row_of(lane, t, j), rows.count - 1);
-      const QueryRow query_row = query_row_of(shape.work, work_tile, rows, row);
+      const QueryRow query_row = row_of_head(shape.work, work_tile, rows, head_of_warp, row);
       const int other = p.stripe.position_of(first + token) - rows.position;
       if (tree_hides(p, work_tile.sequence.first_query + query_row.token, query_row.token, other)) {
         return -INFINITY;
@@ -437,7 +410,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       uint32_t tokens = pipeline.present();
       // Refills the stage before this one: almost surely all of the consumer's warps have released
       // it.
-      if (kMultiWarp && i != consumer) pipeline.produce(p);
+      if (kShared && i != consumer) pipeline.produce(p);
       const bool plain =
           tokens == kAllTokens<kTokens> &&
           static_cast<uint32_t>(first - plain_begin) <= static_cast<uint32_t>(plain_extent);
@@ -451,7 +424,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       }
       first += consumers << kShift;
       pipeline.consumer_release();
-      if (!kMultiWarp) pipeline.produce(p);
+      if (!kShared) pipeline.produce(p);
       if (i == asks_at && lane == 0) {
         next_index = following;
         barrier_arrive(shared_address(&next_index_ready));
@@ -472,7 +445,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp
 #if defined(VLLM_KERNELS_HAS_WGMMA)
   constexpr bool kUsed = !kMultiWarp || !kHasWgmmaDecode<Cache, kMaxHeadSize>;
 #else
-  constexpr bool kUsed = true;
+  constexpr bool kUsed = kForm != KvForm::kLines;
 #endif
   if constexpr (kUsed)
     decode<Cache, kMaxHeadSize, kMultiWarp, kForm>(p, shape, maps, workspace, NoNewToken{});

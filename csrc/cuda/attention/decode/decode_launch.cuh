@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "cuda/attention/decode/decode.h"
 #include "cuda/attention/decode/decode_kernel.cuh"
 
 namespace vllm_kernels::cuda {
@@ -18,8 +19,9 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   const int ctas = static_cast<int>(choice.grid.x);
   const int consumers = choice.warps >> choice.consumer_shift;
   constexpr int kMaxStored = kMaxHeadSize / kValuesOf<Cache>;
+  const PagedKv rows = rows_of_heads(p.kv, choice.kv_heads);
   DecodeShape shape;
-  set_stage_layout<Cache, kMaxStored, kTokens, kForm>(p.kv, shape.pipeline, shape.stage_layout);
+  set_stage_layout<Cache, kMaxStored, kTokens, kForm>(rows, shape.pipeline, shape.stage_layout);
   shape.pipeline.stages = choice.stages;
   shape.consumer_shift = choice.consumer_shift;
   shape.warp_shift = choice.warp_shift;
@@ -30,10 +32,13 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   shape.work.min_split_stages = std::max(1, consumers >> (kShift - 4));
   shape.work.combine_share = consumers;
   shape.work.max_split_share = kMaxSplitShare * choice.ctas_per_sm;
+  if (kForm == KvForm::kLines) shape.work.few_tiles /= kCtasOfFewLines;
   check_shared_memory<kKernel>("paged_attention", choice);
+  PagedAttentionParams params = p;
+  params.kv.num_kv_heads /= choice.kv_heads;  // the scheduler counts work tiles
   launch_kernel("paged_attention", kKernel, dim3(ctas), dim3(choice.warps * 32),
-                choice.shared_bytes, stream, p, shape,
-                kv_tensor_maps<Cache, kTokens, kForm>(p.kv, shape.pipeline.line_shift), workspace,
+                choice.shared_bytes, stream, params, shape,
+                kv_tensor_maps<Cache, kTokens, kForm>(rows, shape.pipeline.line_shift), workspace,
                 more...);
 }
 
@@ -74,6 +79,9 @@ void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelCho
   const auto plain_rows = [&](auto head_size) {
     launch_one(std::integral_constant<KvForm, KvForm::kPlainRows>{}, head_size, std::false_type{});
   };
+  const auto lines = [&](auto head_size) {
+    launch_one(std::integral_constant<KvForm, KvForm::kLines>{}, head_size, std::false_type{});
+  };
   switch (choice.form) {
     case KvForm::kPackedPages:
       return with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});
@@ -88,9 +96,33 @@ void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelCho
         if (choice.padded_head_size == 80) return plain_rows(Constant<80>{});
         if (choice.padded_head_size == 96) return plain_rows(Constant<96>{});
         if (choice.padded_head_size == 112) return plain_rows(Constant<112>{});
-        if constexpr (sizeof(Cache) == 1) return plain_rows(Constant<192>{});
+        if constexpr (sizeof(Cache) == 1) {
+          if (choice.padded_head_size == 160) return plain_rows(Constant<160>{});
+          if (choice.padded_head_size == 192) return plain_rows(Constant<192>{});
+          return plain_rows(Constant<224>{});
+        }
       }
       throw std::logic_error("paged_attention: no decode kernel has plain rows of this head size");
+    case KvForm::kLines:
+      if constexpr (sizeof(Cache) == 1 && !kHasTokenScales<Cache>) {
+        switch (choice.padded_head_size) {
+          case 64:
+            return lines(Constant<64>{});
+          case 80:
+            return lines(Constant<80>{});
+          case 96:
+            return lines(Constant<96>{});
+          case 112:
+            return lines(Constant<112>{});
+          case 160:
+            return lines(Constant<160>{});
+          case 192:
+            return lines(Constant<192>{});
+          case 224:
+            return lines(Constant<224>{});
+        }
+      }
+      throw std::logic_error("paged_attention: no decode kernel has lines of this head size");
   }
 }
 

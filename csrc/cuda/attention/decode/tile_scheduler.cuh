@@ -35,16 +35,16 @@
 namespace vllm_kernels::cuda {
 
 struct WorkShape {
-  int group;              // query heads per KV head
-  int row_shift;          // log2 of the max query rows of an m_block
-  int stage_shift;        // log2 of the tokens of a stage
-  int min_split_stages;   // with as many CTAs as query tiles or more: min stages of a split; a
-                          // shorter one is not worth a CTA
-  int combine_share;      // flag-in-data: stages less for the last split, which combines
-  int slots;              // workspace slots for partials with semaphores
+  int group;             // query heads per KV head
+  int row_shift;         // log2 of the max query rows of an m_block
+  int stage_shift;       // log2 of the tokens of a stage
+  uint32_t few_tiles;    // up to so many query tiles are split into about one work tile per CTA
+  int min_split_stages;  // up to few_tiles: min stages of a split; a shorter one is not worth a CTA
+  int combine_share;     // flag-in-data: stages less for the last split, which combines
+  int slots;             // workspace slots for partials with semaphores
   bool may_flag_in_data;  // result of may_flag_in_data()
   bool has_tree_mask;
-  float max_split_share;  // with more query tiles than CTAs: largest split / a CTA's share
+  float max_split_share;  // with more query tiles: largest split / a CTA's share
   FastDivisor group_divisor;
 
   __device__ __forceinline__ int rows() const { return 1 << row_shift; }
@@ -141,6 +141,7 @@ inline WorkShape work_shape(const PagedAttentionParams& p, int row_shift, int st
   return {.group = group,
           .row_shift = row_shift,
           .stage_shift = stage_shift,
+          .few_tiles = static_cast<uint32_t>(ctas),
           .slots = workspace_slots(row_shift, padded),
           .may_flag_in_data = may_flag_in_data(ctas, row_shift, padded),
           .has_tree_mask = p.tree_mask.any(),
@@ -364,7 +365,7 @@ class TileScheduler {
     const float blocks = gridDim.x;
     float split = __fdividef(static_cast<float>(stages) * p.kv.num_kv_heads, blocks);
     int min_split_stages = shape.min_split_stages;
-    if (query_tiles > gridDim.x) {
+    if (query_tiles > shape.few_tiles) {
       split *= shape.max_split_share;
       min_split_stages = kMinSplitTokens >> shape.stage_shift;
     }

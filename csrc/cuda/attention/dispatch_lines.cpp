@@ -1,0 +1,53 @@
+// heads_of_lines() and set_lines_shape().
+#include "cuda/attention/dispatch_lines.h"
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+
+#include "cuda/attention/common/heuristics.h"
+
+namespace vllm_kernels::cuda {
+
+int heads_of_lines(const PagedAttentionParams& p, const DeviceModel& device) {
+  const PagedKv& kv = p.kv;
+  const int heads = kColumnBytes / std::gcd(kColumnBytes, kv.head_size);
+  const bool can = device.has_wgmma && kv.layout != KvLayout::kVllm && size_of(kv.dtype) == 1 &&
+                   values_of(kv.dtype) == 1 && !p.token_scales.any() &&
+                   kv.block_size >= kLineTokens && kv.num_kv_heads % heads == 0 &&
+                   kv.key_head_stride == kv.head_size && kv.value_head_stride == kv.head_size &&
+                   p.fixed_split_size == 0;
+  const int64_t tiles = int64_t{p.num_seqs} * kv.num_kv_heads / heads;
+  const int64_t min_tiles = kv.head_size > 128 ? kTilesOfLinesOfWideHeads : kTilesOfLines;
+  const bool gains =
+      has_partial_lines(kv.head_size) && tiles >= min_tiles && p.max_seq_len > kLengthOfShortLines;
+  return can && gains ? heads : 1;
+}
+
+void set_lines_shape(const PagedAttentionParams& p, const DeviceModel& device, int heads,
+                     KernelChoice& choice) {
+  const int head_size = p.head_size();
+  const uint32_t rows = p.max_query_len * (p.num_heads / p.kv.num_kv_heads);  // of a head, up to 8
+  choice.form = KvForm::kLines;
+  choice.padded_head_size = head_size;
+  choice.kv_heads = static_cast<uint8_t>(heads);
+  choice.consumer_shift = std::bit_width(choice.kv_heads) - 1;
+  choice.warp_shift = 3;
+  choice.combine_rows = std::bit_ceil(rows);
+  const int stage = 2 * heads * head_size * decode_stage_tokens(1, head_size, false);
+  const int row_bytes = (head_size + 4) * 4;
+  const int memory = device.shared_memory_per_block - decode_static_smem(1, head_size, true, false);
+  const auto stages_for = [&](int warps) {
+    const int pipelines = memory - warps * choice.combine_rows * row_bytes;
+    return std::min(pipelines / (warps / heads) / stage, kMaxPipelineStages);
+  };
+  int warps = decode_threads(1, head_size, false) / 32 / heads * heads;
+  while (warps > heads && stages_for(warps) < kMinStagesOfLines) warps -= heads;
+  choice.warps = warps;
+  choice.grid.x = device.num_sms;
+  choice.stages = stages_for(warps);
+  choice.shared_bytes =
+      warps / heads * choice.stages * stage + warps * choice.combine_rows * row_bytes;
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,19 @@
+// When decode takes several KV heads a work tile, in form kLines. Host code, a part of
+// dispatch.cpp.
+#pragma once
+#include "cuda/attention/common/kernel_choice.h"
+#include "cuda/base/device.h"
+#include "ops/paged_attention.h"
+
+namespace vllm_kernels::cuda {
+
+// The KV heads of a work tile of decode in form kLines: as many as fill whole lines of 128 bytes.
+// 1: another form. Work tiles are fewer and split further than with one head, so a batch has some.
+// With fixed_split_size the form must not depend on the batch.
+int heads_of_lines(const PagedAttentionParams& p, const DeviceModel& device);
+
+// Sets the form, warps, stages and shared memory of such a launch.
+void set_lines_shape(const PagedAttentionParams& p, const DeviceModel& device, int heads,
+                     KernelChoice& choice);
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,92 @@
+// When decode takes several KV heads a work tile.
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "choose_kernel_cases.h"
+#include "cuda/attention/common/heuristics.h"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+// 64 sequences of one token over an e4m3 cache in layout NHD.
+PagedAttentionParams call(int head_size) {
+  PagedAttentionParams p = {};
+  p.scale = 0.1f;
+  p.dtype = DType::kBFloat16;
+  p.kv.dtype = DType::kFp8E4M3;
+  p.kv.layout = KvLayout::kNHD;
+  p.kv.head_size = head_size;
+  p.kv.block_size = 16;
+  p.kv.num_kv_heads = 8;
+  p.kv.num_blocks = 1000;
+  p.kv.key = const_cast<void*>(at(4096));
+  p.kv.value = const_cast<void*>(at(8192));
+  set_strides(p.kv);
+  p.num_heads = 64;
+  p.query_stride = p.out_stride = 64 * head_size;
+  p.num_seqs = p.num_tokens = 64;
+  p.max_query_len = 1;
+  p.max_blocks_per_seq = 1000;
+  p.max_seq_len = 5000;
+  return p;
+}
+
+KernelChoice choose(const PagedAttentionParams& p, int device = 2) {
+  return choose_kernel(p, kDevices[device].model).main;
+}
+
+TEST(ChooseKernel, HeadsThatFillLines) {
+  const std::pair<int, int> sizes[] = {{64, 2},  {80, 8},  {96, 4}, {112, 8},
+                                       {160, 4}, {192, 2}, {224, 4}};
+  for (const auto& [head_size, heads] : sizes) {
+    for (const int group : {1, 3, 8}) {
+      PagedAttentionParams p = call(head_size);
+      p.num_heads = 8 * group;
+      const KernelChoice choice = choose(p);
+      EXPECT_EQ(choice.form, KvForm::kLines) << head_size;
+      EXPECT_EQ(choice.kv_heads, heads) << head_size;
+      EXPECT_EQ(1 << choice.consumer_shift, heads);
+      EXPECT_EQ(choice.warps % heads, 0) << describe(choice);
+      EXPECT_GE(choice.stages, kMinStagesOfLines) << describe(choice);
+      EXPECT_GE(choice.combine_rows, group);
+      EXPECT_LE(choice.shared_bytes, kDevices[2].model.shared_memory_per_block - 3072);
+    }
+  }
+  for (const int head_size : {48, 72, 128, 144, 256}) {
+    EXPECT_NE(choose(call(head_size)).form, KvForm::kLines) << head_size;
+  }
+}
+
+TEST(ChooseKernel, CallsWithoutLines) {
+  const std::function<void(PagedAttentionParams&)> changes[] = {
+      [](auto& p) { p.num_seqs = p.num_tokens = 23; },  // few work tiles
+      [](auto& p) { p.max_seq_len = 256; },
+      [](auto& p) { p.fixed_split_size = 512; },
+      [](auto& p) { p.num_heads = 9 * 8; },  // 9 rows a KV head
+      [](auto& p) { p.kv.block_size = 8; },
+      [](auto& p) { p.kv.num_kv_heads = 4; },  // 2.5 lines
+      [](auto& p) { p.kv.layout = KvLayout::kHND; },
+      [](auto& p) { p.kv.layout = KvLayout::kVllm; },
+      [](auto& p) { p.kv.dtype = p.dtype; },
+      [](auto& p) {
+        p.kv.dtype = DType::kInt8;
+        p.token_scales.key = p.token_scales.value = static_cast<const float*>(at(64));
+      },
+  };
+  for (size_t i = 0; i < std::size(changes); ++i) {
+    PagedAttentionParams p = call(80);
+    changes[i](p);
+    set_strides(p.kv);
+    EXPECT_NE(choose(p).form, KvForm::kLines) << i;
+  }
+  PagedAttentionParams sliced = call(80);  // heads that are not adjacent
+  sliced.kv.key_head_stride = 160;
+  EXPECT_NE(choose(sliced).form, KvForm::kLines);
+  for (const int device : {0, 1, 3, 4}) {
+    EXPECT_NE(choose(call(80), device).form, KvForm::kLines) << kDevices[device].name;
+  }
+}
+
+}  // namespace
+}  // namespace vllm_kernels::cuda
