@@ -215,15 +215,36 @@ def test_rows_of_no_whole_lines(dtype, head_size, stored, layout):
     assert torch.equal(sliced.run(), case.run())
 
 
+@pytest.mark.parametrize("stored", EIGHT_BITS, ids=lambda x: str(x).split(".")[-1])
+@pytest.mark.parametrize("head_size", [144, 160, 192, 256])
+def test_large_pages_of_wide_heads(head_size, stored):
+    """Two warps have half of a stage of 32 tokens each."""
+    shapes = {"heads": 8, "kv_heads": 2, "head_size": head_size, "stored": stored}
+    for block_size, lens in (
+        (32, [1, 15, 16, 17, 31, 32, 33, 0]),
+        (64, lengths(80, 300, 5000)),
+        (256, [255, 256, 257, 3000]),
+    ):
+        case = make_case("cuda", BF16, lens, block_size=block_size, **shapes)
+        check(case)
+        assert torch.equal(case.run(), case.run())
+        check(case.with_options(sliding_window=70, softcap=20.0))
+    case = make_case("cuda", BF16, [3000, 2, 40, 700], [2, 1, 2, 2], block_size=32, **shapes)
+    check(case)
+    check(case.with_options(fixed_split_size=256))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("head_size", "stored"), [(128, None), (80, None), (96, FP8)], ids=["128", "80", "96_fp8"]
+    ("head_size", "stored", "block_size"),
+    [(128, None, 16), (80, None, 16), (96, FP8, 16), (256, FP8, 32)],
+    ids=["128", "80", "96_fp8", "256_fp8"],
 )
-def test_bad_rows_are_contained(head_size, stored, layout):
+def test_bad_rows_are_contained(head_size, stored, block_size, layout):
     """A length or block id out of range changes nothing but its own sequence."""
     lens = [50, 4000, 200, 7]
     shapes = {"heads": 8, "kv_heads": 2, "head_size": head_size, "stored": stored}
-    case = make_case("cuda", BF16, lens, layout=layout, **shapes)
+    case = make_case("cuda", BF16, lens, layout=layout, block_size=block_size, **shapes)
     want = case.run()
     width = case.block_tables.shape[1] * case.block_size
     for index, length in ((0, -5), (1, 2**31 - 1), (2, width + 1)):

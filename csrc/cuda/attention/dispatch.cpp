@@ -215,20 +215,21 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   while (multi_warp && choice.consumer_shift < 2 && rows > 1 << choice.row_shift()) {
     ++choice.consumer_shift;
   }
-  const int tokens = decode_stage_tokens(element, padded, multi_warp);
+  const bool halves = halves_stages(p, choice);
+  const int tokens = decode_stage_tokens(element, padded, multi_warp) << halves;
+  const int pipeline_shift = choice.consumer_shift + halves;  // log2 of the warps of a pipeline
   const int arrays = scale_arrays(p), head_size = p.head_size();
   const int stage =
       stage_bytes(kv, choice.form, padded / values_of(kv.dtype), tokens, device.architecture).total;
   const int row_bytes = ((head_size + 15) / 16 * 16 + 4) * 4;
   const int max_rows = static_cast<int>(std::min<int64_t>(rows, 8));  // combined at a time
-  const int fixed = decode_static_smem(element, padded, multi_warp, fused);
+  const int fixed = decode_static_smem(element, padded, multi_warp || halves, fused);
   int memory = device.shared_memory_per_block - fixed;
   int warps = decode_threads(element, padded, multi_warp) / 32;
-  int min_rows = multi_warp ? max_rows : std::min(max_rows, 4);  // combined at a time
+  int min_rows = multi_warp ? max_rows : std::min(max_rows, halves ? 2 : 4);  // combined at a time
   const auto pipeline_memory = [&](int count) { return memory - count * min_rows * row_bytes; };
   const auto stages_for = [&](int count) {
-    return stages_within(pipeline_memory(count) / (count >> choice.consumer_shift), stage, tokens,
-                         arrays);
+    return stages_within(pipeline_memory(count) / (count >> pipeline_shift), stage, tokens, arrays);
   };
   // Two CTAs an SM for 8-bit caches with more query tiles than SMs (kCtasPerSmOf8Bit). Not with
   // fixed_split_size: the launch shape may not depend on the batch.
@@ -250,10 +251,10 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
     }
   }
   // As many warps as have room for `min_stages` and for a few rows to combine.
-  const int step = std::max(2, 1 << choice.consumer_shift);
+  const int step = std::max(2, 1 << pipeline_shift);
   while (warps > step && stages_for(warps) < min_stages) warps -= step;
   if (warps * 32 < min_threads) return false;
-  const int pipelines = warps >> choice.consumer_shift;
+  const int pipelines = warps >> pipeline_shift;
   choice.warps = warps;
   choice.grid.x = device.num_sms * choice.ctas_per_sm;
   choice.stages = std::min(stages_for(warps), kMaxPipelineStages);
@@ -478,7 +479,8 @@ void check_fixed_split(const PagedAttentionParams& p, const KernelChoice& choice
   if (p.fixed_split_size <= 0 || (choice.kernel != AttentionKernel::kDecode && !wgmma)) return;
   const int padded = choice.padded_head_size;
   const int stage = wgmma ? kWgmmaStageTokens
-                          : decode_stage_tokens(size_of(p.kv.dtype), padded, choice.multi_warp);
+                          : decode_stage_tokens(size_of(p.kv.dtype), padded, choice.multi_warp)
+                                << halves_stages(p, choice);
   const int64_t slots = workspace_slots(choice.row_shift(), wgmma ? padded : p.head_size());
   const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * p.kv.block_size);
   const int64_t stages = tokens / stage + 2;  // a window may begin inside of a stage

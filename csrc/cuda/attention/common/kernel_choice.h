@@ -262,6 +262,17 @@ constexpr int decode_stage_tokens(int element_bytes, int padded_head_size, bool 
   return padded_head_size <= 128 && (multi_warp || element_bytes * padded_head_size <= 128) ? 32
                                                                                             : 16;
 }
+// Whether decode has stages of twice as many tokens, and two warps share one. Boxes of 16 tokens in
+// 8 bits have rows of V of 16 bytes, which are slow to copy.
+constexpr bool halves_stages(KvForm form, int element_bytes, int padded_head_size, bool multi_warp,
+                             bool token_scales) {
+  return form == KvForm::kPackedBoxes && element_bytes == 1 && padded_head_size > 128 &&
+         !multi_warp && !token_scales;
+}
+inline bool halves_stages(const PagedAttentionParams& p, const KernelChoice& choice) {
+  return halves_stages(choice.form, size_of(p.kv.dtype), choice.padded_head_size, choice.multi_warp,
+                       p.token_scales.any());
+}
 // Max threads of a CTA. 16 bits: 8 warps with pipelines of 3 pages. 8-bit pages have half the bytes
 // and need more instructions, so 12 warps.
 constexpr int decode_threads(int element_bytes, int padded_head_size, bool multi_warp) {

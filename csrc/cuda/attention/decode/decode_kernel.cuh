@@ -55,11 +55,13 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   constexpr int kTiles = kRowTiles<kMaxHeadSize, kMultiWarp>, kBytes = sizeof(Cache);
   constexpr int kValues = kValuesOf<Cache>, kMaxStored = kMaxHeadSize / kValues;
   constexpr bool kHeadPerWarp = kForm == KvForm::kLines;
-  constexpr bool kShared = kMultiWarp || kHeadPerWarp;  // several warps share a pipeline
-  using Mma =
-      WarpMma<Cache, kMaxStored, kTiles, kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>, kForm>;
-  constexpr int kTokens = Mma::kTokens, kShift = kStageShift<kTokens>;
-  using Pipeline = KvPipeline<Cache, kMaxStored, kTokens, kForm, kShared>;
+  constexpr bool kHalves = kHalvesStages<Cache, kMaxHeadSize, kMultiWarp, kForm>;
+  constexpr bool kShared = kMultiWarp || kHeadPerWarp || kHalves;  // several warps a pipeline
+  constexpr int kDepth = kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
+  constexpr int kStageTokens = kHalves ? 32 * kDepth : 16 * kDepth;
+  using Mma = WarpMma<Cache, kMaxStored, kTiles, kDepth, kForm, kStageTokens>;
+  constexpr int kTokens = Mma::kTokens, kShift = kStageShift<kStageTokens>;
+  using Pipeline = KvPipeline<Cache, kMaxStored, kStageTokens, kForm, kShared>;
   extern __shared__ __align__(1024) char shared[];  // pipelines, then the warps' partials
   constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
   __shared__ uint64_t pipeline_words[kWarps][Pipeline::kWords];
@@ -75,12 +77,15 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 
   const int warps = blockDim.x / 32;
   const int warp = opaque(threadIdx.x / 32), lane = opaque(threadIdx.x % 32);
-  const int consumer_shift = kShared ? shape.consumer_shift : 0,
+  const int consumer_shift = kHalves   ? 1
+                             : kShared ? shape.consumer_shift
+                                       : 0,
             consumer_warps = 1 << consumer_shift;
   const int consumer = warp >> consumer_shift, warp_in_consumer = warp & consumer_warps - 1,
             consumers = warps >> consumer_shift;
   const int warp_rows = kTiles > 1 ? 1 << shape.warp_shift : 8;
   const int head_of_warp = kHeadPerWarp ? warp_in_consumer : 0;
+  const int stage_half = kHalves ? warp_in_consumer : 0;  // this warp's half of a stage
   const int head_size = p.kv.head_size * kValues, fours = head_size / 4;
   const int pipeline_bytes = Pipeline::bytes(shape.pipeline);
   Pipeline pipeline(shape.pipeline, maps, shared_address(shared) + consumer * pipeline_bytes,
@@ -115,7 +120,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   Scheduler scheduler;
   uint32_t index = blockIdx.x;  // of the current work tile
   // This warp's first row of a work tile.
-  const int first_row = kHeadPerWarp ? 0 : warp_in_consumer * warp_rows;
+  const int first_row = kHeadPerWarp || kHalves ? 0 : warp_in_consumer * warp_rows;
   const void* query_rows[kTiles];  // this lane's rows of the tile that the pipeline has next
   const auto take_tile = [&](int now, bool speculative) {
     WorkTile work_tile = scheduler.get_tile(p, shape.work, index, lane);
@@ -257,7 +262,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         } else {
           if (thread_row >= combine_rows || first + thread_row >= warp_rows) return;
 #pragma unroll 1
-          for (int of = 0; of < consumer_warps; ++of) {
+          for (int of = 0; of < (kHalves ? 1 : consumer_warps); ++of) {
             const int row = of * warp_rows + first + thread_row;
             if (row < rows.count) combine(of, row, of * combine_rows + thread_row);
           }
@@ -278,8 +283,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         __syncthreads();
         each_row(first, [&](int of, int row, int at) {
           RowState state;
-          const uint32_t stride = combine_rows << consumer_shift;
-          state.combine<1>(consumers, &warp_stats[at], stride,
+          const uint32_t stride = combine_rows << (kHalves ? 0 : consumer_shift);
+          state.combine<1>(kHalves ? warps : consumers, &warp_stats[at], stride,
                            reinterpret_cast<float4*>(results + at * pitch + d), stride * pitch / 4,
                            SharedPartials{});
           if constexpr (NewToken::kAny) {
@@ -394,7 +399,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     };
 
     const int stages = opaque(work_tile.stages);
-    first = (work_tile.sequence.first_stage + work_tile.stage + consumer) << kShift;
+    first = ((work_tile.sequence.first_stage + work_tile.stage + consumer) << kShift) +
+            stage_half * kTokens;
     // Warp 0 requests the next work tile one stage before its last. That is late, so that no CTA
     // holds back tiles that others could start. The last of `count` requests wraps the counter to
     // 0.
@@ -408,6 +414,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       }
       pipeline.consumer_wait();
       uint32_t tokens = pipeline.present();
+      if (kHalves) tokens = tokens >> stage_half * kTokens & kAllTokens<kTokens>;
       // Refills the stage before this one: almost surely all of the consumer's warps have released
       // it.
       if (kShared && i != consumer) pipeline.produce(p);
@@ -419,8 +426,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         if (end - first < kTokens) tokens &= end > first ? (1u << (end - first)) - 1 : 0u;
       }
       if (tokens != 0 && (!kMultiWarp || mma.tiles > 0)) {
-        mma.step(pipeline.key(), pipeline.value(), pipeline.scales(), tokens, plain, adjust,
-                 shape.stage_layout, lane);
+        mma.step(pipeline.key() + stage_half * shape.stage_layout.key_step,
+                 pipeline.value() + stage_half * shape.stage_layout.value_step, pipeline.scales(),
+                 tokens, plain, adjust, shape.stage_layout, lane);
       }
       first += consumers << kShift;
       pipeline.consumer_release();

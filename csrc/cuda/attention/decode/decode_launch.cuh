@@ -14,10 +14,11 @@ template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, auto 
           typename... More>
 void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& choice,
                           const DecodeWorkspace& workspace, void* stream, const More&... more) {
-  constexpr int kTokens = 16 * kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
+  constexpr bool kHalves = kHalvesStages<Cache, kMaxHeadSize, kMultiWarp, kForm>;
+  constexpr int kTokens = (kHalves ? 32 : 16) * kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
   constexpr int kShift = kStageShift<kTokens>;
   const int ctas = static_cast<int>(choice.grid.x);
-  const int consumers = choice.warps >> choice.consumer_shift;
+  const int consumers = choice.warps >> choice.consumer_shift >> kHalves;
   constexpr int kMaxStored = kMaxHeadSize / kValuesOf<Cache>;
   const PagedKv rows = rows_of_heads(p.kv, choice.kv_heads);
   DecodeShape shape;
@@ -29,7 +30,7 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   shape.fours = FastDivisor(p.head_size() / 4);
   shape.cap = score_cap(p.softcap);
   shape.work = work_shape(p, choice.row_shift(), kShift, ctas, p.head_size());
-  shape.work.min_split_stages = std::max(1, consumers >> (kShift - 4));
+  shape.work.min_split_stages = std::max(1, consumers << kHalves >> (kShift - 4));
   shape.work.combine_share = consumers;
   shape.work.max_split_share = kMaxSplitShare * choice.ctas_per_sm;
   if (kForm == KvForm::kLines) shape.work.few_tiles /= kCtasOfFewLines;

@@ -18,6 +18,11 @@ constexpr int kRowTiles = decode_row_blocks(kMaxHeadSize, kMultiWarp);
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
 constexpr int kTokenTiles = decode_stage_tokens(sizeof(Cache), kMaxHeadSize, kMultiWarp) / 16;
 
+// Whether a stage has twice the tokens, and two warps share it, a half each (halves_stages).
+template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm>
+constexpr bool kHalvesStages =
+    halves_stages(kForm, sizeof(Cache), kMaxHeadSize, kMultiWarp, kHasTokenScales<Cache>);
+
 // Max threads (decode_threads).
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
 constexpr int kDecodeThreads = decode_threads(sizeof(Cache), kMaxHeadSize, kMultiWarp);

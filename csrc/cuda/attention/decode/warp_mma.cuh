@@ -35,10 +35,11 @@
 namespace vllm_kernels::cuda {
 
 // kMaxHeadSize: in elements of the cache. kTiles: tiles of 8 query rows. kDepth: tiles of 16 tokens
-// in a stage.
-template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, KvForm kForm>
-struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
-  using Addresses = KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm>;
+// that a warp multiplies at once. kStageTokens: of a stage; as many, or twice as many.
+template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, KvForm kForm,
+          int kStageTokens = 16 * kDepth>
+struct WarpMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
+  using Addresses = KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm>;
   using Addresses::dimension_of, Addresses::key_at, Addresses::load_value, Addresses::order_probs,
       Addresses::token_of, Addresses::value_at, Addresses::value_masks, Addresses::kIsInt4;
   static constexpr int kTokens = 16 * kDepth;
@@ -431,7 +432,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       }
     }
   }
-  // One stage of kTokens tokens. `scales`: its scales (KvPipeline::scales()), used if kScaled.
+  // kTokens tokens of a stage. `scales`: its scales (KvPipeline::scales()), used if kScaled.
   // `tokens`: mask of the tokens to attend to. adjust(score, tile, j,
   // token) returns the modified score in log2 units. `plain`: all tokens are visible to all rows
   // and no score is modified; then adjust is not called.
