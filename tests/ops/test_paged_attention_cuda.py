@@ -195,7 +195,7 @@ def test_posted_and_counted_pieces_are_merged_alike(dtype, heads, head_size, sto
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("stored", [None, *EIGHT_BITS], ids=lambda x: str(x).split(".")[-1])
-@pytest.mark.parametrize("head_size", [80, 96, 112, 192])
+@pytest.mark.parametrize("head_size", [80, 96, 112, 160, 192, 224])
 def test_rows_of_no_whole_lines(dtype, head_size, stored, layout):
     """Rows that are multiplied as a page has them: pages shorter than a stage, and longer."""
     shapes = {"heads": 8, "kv_heads": 2, "head_size": head_size, "stored": stored}

@@ -70,7 +70,7 @@ def test_layouts(bits, device, dtype, layout, block_size, queries):
     check(token_case(bits, device, dtype, lens, queries, block_size=block_size, layout=layout))
 
 
-@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 112, 128, 160, 192, 224, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (20, 2), (48, 1)], ids=str)
 def test_heads(bits, device, layout, head_size, heads):
     if bits == 4 and not int4_takes(head_size):

@@ -55,7 +55,7 @@ def general_attention() -> None:
         for stored in (dtype, *eight_bits):
             for head_size, page in (
                 (128, 16), (64, 16), (48, 32), (256, 8), (96, 64), (80, 16), (112, 8), (192, 256),
-                (128, 1),
+                (128, 1), (160, 32), (224, 16),
             ):  # fmt: skip
                 pages, heads = -(-700 // page) + 8, 2
                 tables = torch.randint(0, pages, (4, -(-700 // page)), device=CUDA).int()

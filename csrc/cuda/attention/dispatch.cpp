@@ -2,15 +2,16 @@
 //   1  float32, block-sparse, or a cache without blocks                       SIMT
 //   2  K or V that is not aligned to 16 bytes, unless 5 gathers it            SIMT
 //   3  few query rows, causal, in pages                                       decode
-//      up to 8 rows per KV head: one warp per pipeline; more: wgmma, or several warps
+//      up to 8 rows per KV head: a warp per pipeline or KV head; more: wgmma, or several warps
 //   4  as 3 with many rows, if prefill cannot take query, out or scale        decode
 //   5  many query rows on Hopper, pages of 16 tokens or more                  prefill sm90
 //   6  many query rows otherwise                                              prefill sm80
 //   7  scales of tokens, which sm80 lacks, where decode can                   decode
 //   8  anything else                                                          SIMT
 // e4m3 queries take the same way as 16-bit ones. Where 5 takes them, it may multiply in 8 bits
-// (dispatch_e4m3.cpp). It may split the keys of its work tiles (dispatch_splits.cpp).
-// After 5 and 6, a mixed batch gets a concurrent decode launch for its short sequences.
+// (dispatch_e4m3.cpp). It may split the keys of its work tiles (dispatch_splits.cpp). Decode may
+// take several KV heads a work tile (dispatch_lines.cpp). After 5 and 6, a mixed batch gets a
+// concurrent decode launch for its short sequences.
 // ../README.md has the same table with exact conditions. Thresholds are in heuristics.h.
 // KernelChoice::obstacles has the reasons against each faster kernel; dispatch_words.cpp puts them
 // in words. Host code: it makes no CUDA call.
@@ -207,8 +208,7 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   const int element = size_of(kv.dtype), padded = choice.padded_head_size;
   const bool multi_warp = choice.multi_warp;
   const int64_t rows = int64_t{p.max_query_len} * group_of(p);
-  // In 16 bits, and for heads above 128, at least two warps share a stage. (In 16 bits a shared
-  // stage of heads of 128 is twice as large.)
+  // At least two warps share a stage in 16 bits, whose shared stages are larger, and of wide heads.
   choice.consumer_shift = multi_warp && (element == 2 || padded > 128) ? 1 : 0;
   choice.warp_shift =
       decode_row_blocks(padded, multi_warp) > 1 && rows > 8 << choice.consumer_shift ? 4 : 3;
@@ -221,7 +221,7 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   const int arrays = scale_arrays(p), head_size = p.head_size();
   const int stage =
       stage_bytes(kv, choice.form, padded / values_of(kv.dtype), tokens, device.architecture).total;
-  const int row_bytes = ((head_size + 15) / 16 * 16 + 4) * 4;
+  const int row_bytes = partial_row_bytes(head_size);
   const int max_rows = static_cast<int>(std::min<int64_t>(rows, 8));  // combined at a time
   const int fixed = decode_static_smem(element, padded, multi_warp || halves, fused);
   int memory = device.shared_memory_per_block - fixed;
@@ -254,11 +254,11 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   const int step = std::max(2, 1 << pipeline_shift);
   while (warps > step && stages_for(warps) < min_stages) warps -= step;
   if (warps * 32 < min_threads) return false;
-  const int pipelines = warps >> pipeline_shift;
   choice.warps = warps;
   choice.grid.x = device.num_sms * choice.ctas_per_sm;
   choice.stages = std::min(stages_for(warps), kMaxPipelineStages);
-  const int all_pipelines = pipelines * pipeline_bytes(choice.stages, stage, tokens, arrays);
+  const int all_pipelines =
+      (warps >> pipeline_shift) * pipeline_bytes(choice.stages, stage, tokens, arrays);
   choice.combine_rows = std::min(
       {max_rows, (memory - all_pipelines) / (warps * row_bytes), warps * 32 * 4 / head_size});
   choice.shared_bytes = all_pipelines + warps * choice.combine_rows * row_bytes;

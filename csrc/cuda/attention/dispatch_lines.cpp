@@ -16,12 +16,12 @@ int heads_of_lines(const PagedAttentionParams& p, const DeviceModel& device) {
                    values_of(kv.dtype) == 1 && !p.token_scales.any() &&
                    kv.block_size >= kLineTokens && kv.num_kv_heads % heads == 0 &&
                    kv.key_head_stride == kv.head_size && kv.value_head_stride == kv.head_size &&
-                   p.fixed_split_size == 0;
+                   p.fixed_split_size == 0 && has_lines_kernel(kv.head_size);
   const int64_t tiles = int64_t{p.num_seqs} * kv.num_kv_heads / heads;
-  const int64_t min_tiles = kv.head_size > 128 ? kTilesOfLinesOfWideHeads : kTilesOfLines;
-  const bool gains =
-      has_partial_lines(kv.head_size) && tiles >= min_tiles && p.max_seq_len > kLengthOfShortLines;
-  return can && gains ? heads : 1;
+  const int64_t longest =
+      p.sliding_window > 0 ? std::min<int64_t>(p.max_seq_len, p.sliding_window) : p.max_seq_len;
+  const int min_tiles = kv.head_size > 128 ? kTilesOfLinesOfWideHeads : kTilesOfLines;
+  return can && tiles >= min_tiles && longest > kLengthOfShortLines ? heads : 1;
 }
 
 void set_lines_shape(const PagedAttentionParams& p, const DeviceModel& device, int heads,
@@ -34,11 +34,14 @@ void set_lines_shape(const PagedAttentionParams& p, const DeviceModel& device, i
   choice.consumer_shift = std::bit_width(choice.kv_heads) - 1;
   choice.warp_shift = 3;
   choice.combine_rows = std::bit_ceil(rows);
-  const int stage = 2 * heads * head_size * decode_stage_tokens(1, head_size, false);
-  const int row_bytes = (head_size + 4) * 4;
-  const int memory = device.shared_memory_per_block - decode_static_smem(1, head_size, true, false);
+  const int tokens = decode_stage_tokens(1, head_size, false);
+  const int stage = stage_bytes(rows_of_heads(p.kv, heads), choice.form, heads * head_size, tokens,
+                                device.architecture)
+                        .total;
+  const int results = choice.combine_rows * partial_row_bytes(head_size);  // of a warp
+  const int fixed = decode_static_smem(1, head_size, /*shares_pipelines=*/true, /*fused=*/false);
   const auto stages_for = [&](int warps) {
-    const int pipelines = memory - warps * choice.combine_rows * row_bytes;
+    const int pipelines = device.shared_memory_per_block - fixed - warps * results;
     return std::min(pipelines / (warps / heads) / stage, kMaxPipelineStages);
   };
   int warps = decode_threads(1, head_size, false) / 32 / heads * heads;
@@ -46,8 +49,7 @@ void set_lines_shape(const PagedAttentionParams& p, const DeviceModel& device, i
   choice.warps = warps;
   choice.grid.x = device.num_sms;
   choice.stages = stages_for(warps);
-  choice.shared_bytes =
-      warps / heads * choice.stages * stage + warps * choice.combine_rows * row_bytes;
+  choice.shared_bytes = warps / heads * choice.stages * stage + warps * results;
 }
 
 }  // namespace vllm_kernels::cuda

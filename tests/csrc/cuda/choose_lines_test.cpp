@@ -49,7 +49,7 @@ TEST(ChooseKernel, HeadsThatFillLines) {
       EXPECT_EQ(1 << choice.consumer_shift, heads);
       EXPECT_EQ(choice.warps % heads, 0) << describe(choice);
       EXPECT_GE(choice.stages, kMinStagesOfLines) << describe(choice);
-      EXPECT_GE(choice.combine_rows, group);
+      EXPECT_EQ(choice.combine_rows, group == 3 ? 4 : group);
       EXPECT_LE(choice.shared_bytes, kDevices[2].model.shared_memory_per_block - 3072);
     }
   }
@@ -60,12 +60,13 @@ TEST(ChooseKernel, HeadsThatFillLines) {
 
 TEST(ChooseKernel, CallsWithoutLines) {
   const std::function<void(PagedAttentionParams&)> changes[] = {
-      [](auto& p) { p.num_seqs = p.num_tokens = 23; },  // few work tiles
+      [](auto& p) { p.num_seqs = p.num_tokens = 23; },  // few query tiles
       [](auto& p) { p.max_seq_len = 256; },
+      [](auto& p) { p.sliding_window = 256; },
       [](auto& p) { p.fixed_split_size = 512; },
       [](auto& p) { p.num_heads = 9 * 8; },  // 9 rows a KV head
       [](auto& p) { p.kv.block_size = 8; },
-      [](auto& p) { p.kv.num_kv_heads = 4; },  // 2.5 lines
+      [](auto& p) { p.kv.num_kv_heads = 4, p.num_heads = 32; },  // 2.5 lines
       [](auto& p) { p.kv.layout = KvLayout::kHND; },
       [](auto& p) { p.kv.layout = KvLayout::kVllm; },
       [](auto& p) { p.kv.dtype = p.dtype; },
@@ -80,9 +81,17 @@ TEST(ChooseKernel, CallsWithoutLines) {
     set_strides(p.kv);
     EXPECT_NE(choose(p).form, KvForm::kLines) << i;
   }
-  PagedAttentionParams sliced = call(80);  // heads that are not adjacent
-  sliced.kv.key_head_stride = 160;
-  EXPECT_NE(choose(sliced).form, KvForm::kLines);
+  for (const bool value : {false, true}) {  // heads that are not adjacent
+    PagedAttentionParams sliced = call(80);
+    (value ? sliced.kv.value_head_stride : sliced.kv.key_head_stride) = 160;
+    EXPECT_NE(choose(sliced).form, KvForm::kLines);
+  }
+  for (const auto& [head_size, seqs] : {std::pair{160, 15}, {160, 16}, {96, 12}}) {
+    PagedAttentionParams p = call(head_size);  // two query tiles a sequence
+    p.num_seqs = p.num_tokens = seqs;
+    p.max_seq_len = 257;
+    EXPECT_EQ(choose(p).form == KvForm::kLines, seqs != 15) << head_size << " " << seqs;
+  }
   for (const int device : {0, 1, 3, 4}) {
     EXPECT_NE(choose(call(80), device).form, KvForm::kLines) << kDevices[device].name;
   }

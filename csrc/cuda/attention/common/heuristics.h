@@ -211,8 +211,9 @@ constexpr int concurrent_decode_tokens(int group, bool is_wide) {
 
 // Head sizes whose rows in NHD or HND are faster as plain rows than as swizzled rows. These rows do
 // not fill whole lines of 128 bytes. `contiguous`: the rows of a page and head follow each other
-// (HND as allocated). (decode/row_copies.md, HND e4m3, four head sizes from 80 to 192: 76.9 to 92.7
-// us as swizzled rows, 66.8 to 71.7 us as plain rows.)
+// (HND as allocated). (decode/row_copies.md, HND e4m3, 80, 96, 112 and 192: 76.9 to 92.7 us as
+// swizzled rows, 66.8 to 71.7 us as plain rows. decode/lines.md, 160: 139 to 117; 224: 162 to 143.
+// No row for these two with scales of tokens, or before Hopper.)
 constexpr bool prefers_plain_rows(int head_size, bool is_16_bit, bool contiguous) {
   switch (head_size) {
     case 80:
@@ -229,9 +230,15 @@ constexpr bool prefers_plain_rows(int head_size, bool is_16_bit, bool contiguous
   }
 }
 
-// Head sizes whose rows of 8 bits in NHD do not fill whole lines of 128 bytes. Decode has kernels
-// of form kLines for them. (decode/lines.md, e4m3, 24 sequences, 160: 166 to 98 us.)
-constexpr bool has_partial_lines(int head_size) {
+// The same for rows of `bytes` bytes of int4. As swizzled rows those of 64 bytes that do not follow
+// each other take a line of 128 bytes each, so there is room for half as many warps. (No row.)
+constexpr bool prefers_plain_int4_rows(int bytes, bool contiguous) {
+  return bytes == 64 && !contiguous;
+}
+
+// Form kLines: the head sizes of decode's kernels. Their rows of 8 bits in NHD do not fill whole
+// lines. (decode/lines.md, e4m3, 24 sequences, 160: 166 to 98 us.)
+constexpr bool has_lines_kernel(int head_size) {
   switch (head_size) {
     case 64:
     case 80:
@@ -245,21 +252,17 @@ constexpr bool has_partial_lines(int head_size) {
       return false;
   }
 }
-// Form kLines: work tiles of a batch from which on it is faster, and the longest sequence. It lacks
-// the speculative prologue, and one CTA combines the splits of several heads. (decode/lines.md, 80,
-// 8 tiles: 25 to 23 us; 12 ragged ones: 28 to 31. 160, 24 ragged ones: 30 to 37. 112, 16 sequences
-// of 200 tokens: 9.3 to 13.2.)
+// A batch has so many query tiles at least, and a longest sequence of more tokens. Lines lack the
+// speculative prologue, and one CTA combines the splits of several heads. (The same page. 80: 12
+// ragged tiles 28 to 31 us. 160: 24 ragged tiles 30 to 37. 80, 16 tiles of 200 tokens: 9.0
+// to 11.1.)
 constexpr int kTilesOfLines = 24, kTilesOfLinesOfWideHeads = 32, kLengthOfShortLines = 256;
-// Min stages of its pipelines: 96, 12 warps with 2 stages 234 us, 8 with 4 stages 252. (The same
-// page.) Work tiles for more than this part of the CTAs are balanced as more than all: 160, 96
-// tiles, 246 to 182 us.
-constexpr int kMinStagesOfLines = 2, kCtasOfFewLines = 2;
-
-// The same for rows of `bytes` bytes of int4. As swizzled rows those of 64 bytes that do not follow
-// each other take a line of 128 bytes each, so there is room for half as many warps. (No row.)
-constexpr bool prefers_plain_int4_rows(int bytes, bool contiguous) {
-  return bytes == 64 && !contiguous;
-}
+// Min stages of a pipeline. (The same page. 96: 12 warps with 2 stages 234 us, 8 with 4 stages
+// 252.)
+constexpr int kMinStagesOfLines = 2;
+// Query tiles for more than this part of the CTAs are split as more tiles than CTAs are. (The same
+// page. 160, 96 tiles: 246 to 182 us.)
+constexpr int kCtasOfFewLines = 2;
 
 // Tile shape of a CTA. Registers (65536 in all) and shared memory limit it.
 struct PrefillTuning {

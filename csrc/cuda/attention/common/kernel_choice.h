@@ -278,12 +278,18 @@ inline bool halves_stages(const PagedAttentionParams& p, const KernelChoice& cho
 constexpr int decode_threads(int element_bytes, int padded_head_size, bool multi_warp) {
   return element_bytes == 1 && !multi_warp && padded_head_size <= 128 ? 384 : 256;
 }
-// Bound on the static shared memory of the decode kernels, from ptxas for sm_90a. `fused`: with the
+// Bytes of a row of a warp's partial in shared memory: floats, whose stores have no bank conflicts.
+constexpr int partial_row_bytes(int head_size) {
+  return ((head_size + 15) / 16 * 16 + 4) * 4;
+}
+// Bound on the static shared memory of the decode kernels, from ptxas for sm_90a.
+// `shares_pipelines`: several warps share one, so stages have two barriers. `fused`: with the
 // buffers of the new token. A launcher throws if a kernel has more and the call no longer fits.
-constexpr int decode_static_smem(int element_bytes, int padded_head_size, bool multi_warp,
+constexpr int decode_static_smem(int element_bytes, int padded_head_size, bool shares_pipelines,
                                  bool fused) {
-  const int own =
-      multi_warp || decode_threads(element_bytes, padded_head_size, false) == 384 ? 3072 : 2048;
+  const int own = shares_pipelines || decode_threads(element_bytes, padded_head_size, false) == 384
+                      ? 3072
+                      : 2048;
   return own + (fused ? padded_head_size <= 64 ? 2048 : 4096 : 0);
 }
 

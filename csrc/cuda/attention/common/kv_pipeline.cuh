@@ -1,4 +1,5 @@
-// KvPipeline: a pipeline of stages in shared memory that brings in K and V of one KV head. A stage
+// KvPipeline: a pipeline of stages in shared memory that brings in K and V of one KV head, or of
+// several in form kLines. A stage
 // holds V, then K, of 16 to 64 tokens. A "full" mbarrier per stage signals that its copies have
 // landed.
 //
@@ -12,6 +13,7 @@
 //   kPlainRows     bulk copies of full pages of one head, or TMA boxes of full rows
 //   kSwizzledRows  TMA boxes of up to 64 rows of 128 bytes; pages of one token: by lanes, as below
 //   kPackedBoxes   TMA boxes of 16 or 32 tokens
+//   kLines         TMA boxes of 16 tokens of all its heads
 // Older GPUs: all lanes copy 16 bytes at a time (cp.async). On sm_90 this also holds for
 // kSwizzledRows with rows of less than 128 bytes or pages of one token, unless kShared.
 // kv_smem_layout.cuh has the layouts of a stage.
@@ -377,7 +379,8 @@ class KvPipeline {
   __device__ __forceinline__ int skipped_bytes(int token) const {
     return (token & (1 << layout_.page_shift) - 1) * kMaxHeadSize * static_cast<int>(kBytes);
   }
-  // Form kPackedBoxes: log2 of the boxes of a page, or of a stage where that is shorter.
+  // Forms kPackedBoxes and kLines: log2 of the boxes of a page, or of a stage where that is
+  // shorter.
   __device__ __forceinline__ int box_shift() const {
     return min(layout_.page_shift, kStageShift<kTokens>) -
            kStageShift<kTokensOfBox<Cache, kTokens, kForm>>;

@@ -144,7 +144,8 @@ __device__ __forceinline__ void KvPipeline<Cache, kMaxHeadSize, kTokens, kForm,
   arrive_copies(barrier);
 }
 
-// Form kPackedBoxes: boxes of kTokensOfBox tokens, cut from longer pages of layout vllm.
+// Boxes of kTokensOfBox tokens. Form kPackedBoxes: cut from longer pages of layout vllm. Form
+// kLines: rows of several KV heads.
 template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm, bool kShared>
 __device__ __forceinline__ void
 KvPipeline<Cache, kMaxHeadSize, kTokens, kForm, kShared>::copy_boxes(const PagedKv& kv,

@@ -15,20 +15,21 @@
 namespace vllm_kernels::cuda {
 
 struct PipelineLayout {
-  int stages;          // of one pipeline, 2 .. kMaxPipelineStages
-  int key_offset;      // bytes from a stage's V to its K
-  int stage_bytes;     // a multiple of 128; of 1024 in form kSwizzledRows
-  int page_shift;      // log2 of the tokens of a page
-  int pages_shift;     // log2 of the pages of a stage; 0 where a page is longer
-  int page_bytes;      // K or V of one head: bytes of a page, of a stage's share of it, or of a box
-  int page_stride;     // bytes in shared memory from one page's (or box's) K to the next
-  int columns;         // kSwizzledRows: columns of 128 bytes in a row
-  int chunks;          // kSwizzledRows: 16-byte chunks in a row
-  bool by_lanes;       // kSwizzledRows, sm_90 on, not kShared: no TMA boxes, lanes copy 16 bytes
-  uint8_t line_shift;  // kSwizzledRows: log2 of the tokens of a 128-byte line, 0 or 1
+  int stages;           // of one pipeline, 2 .. kMaxPipelineStages
+  int key_offset;       // bytes from a stage's V to its K
+  int stage_bytes;      // a multiple of 128; of 1024 in forms kSwizzledRows and kLines
+  int page_shift;       // log2 of the tokens of a page
+  int pages_shift;      // log2 of the pages of a stage; 0 where a page is longer
+  int page_bytes;       // K or V: bytes of a head's page, of a stage's share of it, or of a box
+  int page_stride;      // bytes in shared memory from one page's (or box's) K to the next
+  int columns;          // kSwizzledRows, kLines: columns of 128 bytes in a row
+  int chunks;           // kSwizzledRows: 16-byte chunks in a row
+  bool by_lanes;        // kSwizzledRows, sm_90 on, not kShared: no TMA boxes, lanes copy 16 bytes
+  uint8_t line_shift;   // kSwizzledRows: log2 of the tokens of a 128-byte line, 0 or 1
   bool uses_tma_boxes;  // kPlainRows: a head's page is not contiguous in global memory
   FastDivisor chunk_divisor;
-  int copy_stages;  // stages that a warp's lanes start together; unused in form kPackedBoxes
+  int copy_stages;  // stages that a warp's lanes start together; unused in forms kPackedBoxes and
+                    // kLines
   int copy_lanes;   // lanes per stage: its pages; kSwizzledRows: pages x columns x {K, V}
   FastDivisor lane_divisor;  // by copy_lanes
   // Strides between pages and between heads, in units of 16 bytes.

@@ -95,7 +95,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   }
   __syncwarp();
   float* results = reinterpret_cast<float*>(shared + consumers * pipeline_bytes);
-  const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; stores have no bank conflicts
+  const int pitch = partial_row_bytes(head_size) / 4;  // floats
   if (threadIdx.x == 0) barrier_init(shared_address(&next_index_ready), 1);
   Mma mma;
   mma.head_size = head_size / kValues;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const void* query_rows[kTiles];  // this lane's rows of the tile that the pipeline has next
   const auto take_tile = [&](int now, bool speculative) {
     WorkTile work_tile = scheduler.get_tile(p, shape.work, index, lane);
-    const int kv_heads = work_tile.kv_head;                  // of p.kv.num_kv_heads
+    const int head_group = work_tile.kv_head;                //  of p.kv.num_kv_heads
     if (kHeadPerWarp) work_tile.kv_head <<= consumer_shift;  // the first warp's
     const TileRows rows = tile_rows(p, shape.work, work_tile);
     if constexpr (NewToken::kAny) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       work_tiles[now] = work_tile;
       store_rows(p, rows, work_tile.sequence.seq_len, work_tile_rows[now]);
     }
-    pipeline.set_source(p, kShift, work_tile.seq, work_tile.sequence.seq_len, kv_heads,
+    pipeline.set_source(p, kShift, work_tile.seq, work_tile.sequence.seq_len, head_group,
                         work_tile.sequence.first_stage + work_tile.stage + consumer, consumers,
                         max(0, work_tile.stages - consumer + consumers - 1) / consumers);
   };

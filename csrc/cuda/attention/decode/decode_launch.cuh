@@ -18,7 +18,7 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   constexpr int kTokens = (kHalves ? 32 : 16) * kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
   constexpr int kShift = kStageShift<kTokens>;
   const int ctas = static_cast<int>(choice.grid.x);
-  const int consumers = choice.warps >> choice.consumer_shift >> kHalves;
+  const int pipelines = choice.warps >> choice.consumer_shift >> kHalves;
   constexpr int kMaxStored = kMaxHeadSize / kValuesOf<Cache>;
   const PagedKv rows = rows_of_heads(p.kv, choice.kv_heads);
   DecodeShape shape;
@@ -30,8 +30,10 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   shape.fours = FastDivisor(p.head_size() / 4);
   shape.cap = score_cap(p.softcap);
   shape.work = work_shape(p, choice.row_shift(), kShift, ctas, p.head_size());
-  shape.work.min_split_stages = std::max(1, consumers << kHalves >> (kShift - 4));
-  shape.work.combine_share = consumers;
+  // 16 tokens for each warp that reads tokens of its own, or for each warp of lines.
+  const int readers = kHalves || kForm == KvForm::kLines ? choice.warps : pipelines;
+  shape.work.min_split_stages = std::max(1, readers >> (kShift - 4));
+  shape.work.combine_share = pipelines;
   shape.work.max_split_share = kMaxSplitShare * choice.ctas_per_sm;
   if (kForm == KvForm::kLines) shape.work.few_tiles /= kCtasOfFewLines;
   check_shared_memory<kKernel>("paged_attention", choice);
@@ -100,12 +102,12 @@ void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelCho
         if constexpr (sizeof(Cache) == 1) {
           if (choice.padded_head_size == 160) return plain_rows(Constant<160>{});
           if (choice.padded_head_size == 192) return plain_rows(Constant<192>{});
-          return plain_rows(Constant<224>{});
+          if (choice.padded_head_size == 224) return plain_rows(Constant<224>{});
         }
       }
       throw std::logic_error("paged_attention: no decode kernel has plain rows of this head size");
     case KvForm::kLines:
-      if constexpr (sizeof(Cache) == 1 && !kHasTokenScales<Cache>) {
+      if constexpr (kHasCodeForSm90a && sizeof(Cache) == 1 && !kHasTokenScales<Cache>) {
         switch (choice.padded_head_size) {
           case 64:
             return lines(Constant<64>{});

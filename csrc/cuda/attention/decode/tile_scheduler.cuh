@@ -2,17 +2,18 @@
 // sequence lengths.
 //
 // A query tile is (sequence, KV head, m_block), where an m_block is a block of packed query rows.
-// Its KV range is a number of stages of stage_tokens() tokens. A query tile is one work tile, or
-// several if it is split. Its splits have almost equal lengths. Their partials are combined by the
-// last CTA to finish, or by the CTA of the last split (flag-in-data). Each CTA of the fixed grid
-// takes work tile blockIdx.x first, and then the next one that is left.
+// In form kLines it has several KV heads, and p.kv.num_kv_heads counts these groups. Its KV range
+// is a number of stages of stage_tokens() tokens. A query tile is one work tile, or several if it
+// is split. Its splits have almost equal lengths. Their partials are combined by the last CTA to
+// finish, or by the CTA of the last split (flag-in-data). Each CTA of the fixed grid takes work
+// tile blockIdx.x first, and then the next one that is left.
 //
-// If there is at most one query tile per CTA, they are split into about one work tile per CTA. With
-// more query tiles, equal shares gain nothing: memory bandwidth is the limit, and a CTA's share of
-// it grows when others are done. Then only long query tiles are split. A split is at most a quarter
-// of an SM's share, or half of it with wgmma. Work tiles of long sequences come first, so that the
-// last ones are short. Very short ones are mixed with longer ones: a tail of only short ones would
-// leave memory idle.
+// Up to few_tiles query tiles are split into about one work tile per CTA. These are as many as
+// CTAs, or half as many in form kLines. With more query tiles, equal shares gain nothing: memory
+// bandwidth is the limit, and a CTA's share of it grows when others are done. Then only long query
+// tiles are split. A split is at most a quarter of an SM's share, or half of it with wgmma. Work
+// tiles of long sequences come first, so that the last ones are short. Very short ones are mixed
+// with longer ones: a tail of only short ones would leave memory idle.
 //
 // The splits depend only on the batch's lengths, so a batch gives the same result every time. With
 // fixed_split_size they depend only on the sequence's own length, so the result is the same in any
