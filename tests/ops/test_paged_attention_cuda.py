@@ -218,20 +218,20 @@ def test_rows_of_no_whole_lines(dtype, head_size, stored, layout):
 @pytest.mark.parametrize("stored", EIGHT_BITS, ids=lambda x: str(x).split(".")[-1])
 @pytest.mark.parametrize("head_size", [144, 160, 192, 256])
 def test_large_pages_of_wide_heads(head_size, stored):
-    """Two warps have half of a stage of 32 tokens each."""
+    """Two warps share a stage of 32 tokens, in a batch."""
     shapes = {"heads": 8, "kv_heads": 2, "head_size": head_size, "stored": stored}
     for block_size, lens in (
-        (32, [1, 15, 16, 17, 31, 32, 33, 0]),
+        (32, [1, 15, 16, 17, 31, 32, 33, 0] * 2),
         (64, lengths(80, 300, 5000)),
-        (256, [255, 256, 257, 3000]),
+        (256, [255, 256, 257, 3000] * 4),
+        (64, [5000, 47]),  # few tiles: stages of 16 tokens
     ):
         case = make_case("cuda", BF16, lens, block_size=block_size, **shapes)
         check(case)
         assert torch.equal(case.run(), case.run())
         check(case.with_options(sliding_window=70, softcap=20.0))
-    case = make_case("cuda", BF16, [3000, 2, 40, 700], [2, 1, 2, 2], block_size=32, **shapes)
-    check(case)
-    check(case.with_options(fixed_split_size=256))
+    lens = [3000, 2, 40, 700] * 4
+    check(make_case("cuda", BF16, lens, [2, 1, 2, 2] * 4, block_size=32, **shapes))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

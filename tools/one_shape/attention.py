@@ -70,6 +70,9 @@ def general_attention() -> None:
                         query = torch.randn(4, 32, head_size, device=CUDA, dtype=dtype)
                         call(query, key, value, tables, lens, layout=layout, fixed_split_size=64)
                         call(query, key, value, tables, lens, layout=layout, kv_ready=True)
+                    if layout == "vllm" and page == 256:  # a batch of many query tiles
+                        query = torch.randn(16, 8, head_size, device=CUDA, dtype=dtype)
+                        call(query, key, value, tables.repeat(4, 1), lens.repeat(4), layout=layout)
                     torch.cuda.synchronize()  # racecheck fails with hundreds of launches in flight
 
 
@@ -82,9 +85,9 @@ def lines_of_heads() -> None:
                 (64, 2, 24), (80, 8, 24), (96, 4, 24), (112, 8, 24), (160, 4, 32), (192, 2, 32),
                 (224, 4, 32), (96, 4, 150),
             ):  # fmt: skip
-                tables = torch.randint(0, pages, (seqs, 40), device=CUDA).int()
+                tables = torch.randint(0, pages, (seqs, 70), device=CUDA).int()
                 lens = torch.randint(0, 100, (seqs,), device=CUDA).int()
-                lens[3] = 640
+                lens[3] = 1100
                 rows = torch.randn(2, pages, page, heads, head_size, device=CUDA).to(stored)
                 query = torch.randn(seqs, 4 * heads, head_size, device=CUDA, dtype=dtype)
                 vllm_kernels.paged_attention(query, *rows, tables, lens, layout="NHD")

@@ -215,7 +215,7 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   while (multi_warp && choice.consumer_shift < 2 && rows > 1 << choice.row_shift()) {
     ++choice.consumer_shift;
   }
-  const bool halves = halves_stages(p, choice);
+  const int halves = choice.halves_stages ? 1 : 0;
   const int tokens = decode_stage_tokens(element, padded, multi_warp) << halves;
   const int pipeline_shift = choice.consumer_shift + halves;  // log2 of the warps of a pipeline
   const int arrays = scale_arrays(p), head_size = p.head_size();
@@ -315,6 +315,7 @@ KernelChoice choose_decode(const PagedAttentionParams& p, const DeviceModel& dev
     choice.form = KvForm::kPlainRows;
     choice.padded_head_size = p.head_size();
   }
+  choice.halves_stages = halves_stages(p, choice);
   const uint32_t wgmma = when(!device.has_wgmma, kNoWgmma) |
                          when(choice.padded_head_size > kWgmmaMaxHeadSize, kWgmmaHeadSize) |
                          when(values_of(p.kv.dtype) > 1, kWgmmaInt4);
@@ -479,8 +480,7 @@ void check_fixed_split(const PagedAttentionParams& p, const KernelChoice& choice
   if (p.fixed_split_size <= 0 || (choice.kernel != AttentionKernel::kDecode && !wgmma)) return;
   const int padded = choice.padded_head_size;
   const int stage = wgmma ? kWgmmaStageTokens
-                          : decode_stage_tokens(size_of(p.kv.dtype), padded, choice.multi_warp)
-                                << halves_stages(p, choice);
+                          : decode_stage_tokens(size_of(p.kv.dtype), padded, choice.multi_warp);
   const int64_t slots = workspace_slots(choice.row_shift(), wgmma ? padded : p.head_size());
   const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * p.kv.block_size);
   const int64_t stages = tokens / stage + 2;  // a window may begin inside of a stage

@@ -1,4 +1,4 @@
-// heads_of_lines() and set_lines_shape().
+// heads_of_lines(), set_lines_shape() and halves_stages().
 #include "cuda/attention/dispatch_lines.h"
 
 #include <algorithm>
@@ -50,6 +50,12 @@ void set_lines_shape(const PagedAttentionParams& p, const DeviceModel& device, i
   choice.grid.x = device.num_sms;
   choice.stages = stages_for(warps);
   choice.shared_bytes = warps / heads * choice.stages * stage + warps * results;
+}
+
+bool halves_stages(const PagedAttentionParams& p, const KernelChoice& choice) {
+  return choice.form == KvForm::kPackedBoxes && size_of(p.kv.dtype) == 1 &&
+         choice.padded_head_size > 128 && !choice.multi_warp && !p.token_scales.any() &&
+         p.fixed_split_size == 0 && int64_t{p.num_seqs} * p.kv.num_kv_heads >= kTilesOfHalvedStages;
 }
 
 }  // namespace vllm_kernels::cuda

@@ -58,11 +58,35 @@ TEST(ChooseKernel, HeadsThatFillLines) {
   }
 }
 
+// Two warps share a stage where boxes of 16 tokens are slow, in batches.
+TEST(ChooseKernel, HalvedStages) {
+  const auto halves = [](int head_size, int seqs, int block_size, DType dtype, int fixed = 0) {
+    PagedAttentionParams p = call(head_size);
+    p.kv.layout = KvLayout::kVllm;
+    p.kv.dtype = dtype;
+    p.kv.block_size = block_size;
+    p.num_seqs = p.num_tokens = seqs;
+    p.fixed_split_size = fixed;
+    set_strides(p.kv);
+    const KernelChoice choice = choose(p);
+    const int fixed_bytes = choice.halves_stages ? 3072 : 2048;
+    EXPECT_LE(choice.shared_bytes, kDevices[2].model.shared_memory_per_block - fixed_bytes);
+    return choice.halves_stages;
+  };
+  EXPECT_TRUE(halves(256, 3, 32, DType::kFp8E4M3));
+  EXPECT_TRUE(halves(144, 64, 128, DType::kInt8));
+  EXPECT_FALSE(halves(256, 2, 32, DType::kFp8E4M3));
+  EXPECT_FALSE(halves(256, 64, 16, DType::kFp8E4M3));
+  EXPECT_FALSE(halves(128, 64, 32, DType::kFp8E4M3));
+  EXPECT_FALSE(halves(256, 64, 32, DType::kBFloat16));
+  EXPECT_FALSE(halves(256, 64, 32, DType::kFp8E4M3, 512));
+}
+
 TEST(ChooseKernel, CallsWithoutLines) {
   const std::function<void(PagedAttentionParams&)> changes[] = {
       [](auto& p) { p.num_seqs = p.num_tokens = 23; },  // few query tiles
-      [](auto& p) { p.max_seq_len = 256; },
-      [](auto& p) { p.sliding_window = 256; },
+      [](auto& p) { p.max_seq_len = 1024; },
+      [](auto& p) { p.sliding_window = 1024; },
       [](auto& p) { p.fixed_split_size = 512; },
       [](auto& p) { p.num_heads = 9 * 8; },  // 9 rows a KV head
       [](auto& p) { p.kv.block_size = 8; },
@@ -89,7 +113,7 @@ TEST(ChooseKernel, CallsWithoutLines) {
   for (const auto& [head_size, seqs] : {std::pair{160, 15}, {160, 16}, {96, 12}}) {
     PagedAttentionParams p = call(head_size);  // two query tiles a sequence
     p.num_seqs = p.num_tokens = seqs;
-    p.max_seq_len = 257;
+    p.max_seq_len = 1025;
     EXPECT_EQ(choose(p).form == KvForm::kLines, seqs != 15) << head_size << " " << seqs;
   }
   for (const int device : {0, 1, 3, 4}) {

@@ -236,6 +236,12 @@ constexpr bool prefers_plain_int4_rows(int bytes, bool contiguous) {
   return bytes == 64 && !contiguous;
 }
 
+// Decode, layout vllm, pages above 16 tokens, 8 bits, heads above 128: query tiles of a batch from
+// which on a stage has 32 tokens. Boxes of 16 have rows of V of 16 bytes, which are slow to copy.
+// (decode/large_pages.md, 256: 8 tiles 10.3 to 11.2 us, 192 tiles 225 to 166. 160: 16 tiles 17.2 to
+// 17.8.)
+constexpr int kTilesOfHalvedStages = 24;
+
 // Form kLines: the head sizes of decode's kernels. Their rows of 8 bits in NHD do not fill whole
 // lines. (decode/lines.md, e4m3, 24 sequences, 160: 166 to 98 us.)
 constexpr bool has_lines_kernel(int head_size) {
@@ -254,9 +260,9 @@ constexpr bool has_lines_kernel(int head_size) {
 }
 // A batch has so many query tiles at least, and a longest sequence of more tokens. Lines lack the
 // speculative prologue, and one CTA combines the splits of several heads. (The same page. 80: 12
-// ragged tiles 28 to 31 us. 160: 24 ragged tiles 30 to 37. 80, 16 tiles of 200 tokens: 9.0
-// to 11.1.)
-constexpr int kTilesOfLines = 24, kTilesOfLinesOfWideHeads = 32, kLengthOfShortLines = 256;
+// ragged tiles 28 to 31 us, 24 x 300 tokens 10.7 to 14.0, 24 x 1000 19.8 to 18.2. 64: 24 x 1000
+// 14.7 to 15.7. 160: 24 ragged tiles 30 to 37.)
+constexpr int kTilesOfLines = 24, kTilesOfLinesOfWideHeads = 32, kLengthOfShortLines = 1024;
 // Min stages of a pipeline. (The same page. 96: 12 warps with 2 stages 234 us, 8 with 4 stages
 // 252.)
 constexpr int kMinStagesOfLines = 2;

@@ -73,10 +73,11 @@ struct Grid {
 struct KernelChoice {
   AttentionKernel kernel = AttentionKernel::kSimt;
   KvForm form = KvForm::kSwizzledRows;
-  int padded_head_size = 0;  // of the instantiation, in values
-  bool multi_warp = false;   // decode: several warps share a pipeline, each for some of the rows
-  uint8_t kv_heads = 1;      // decode: of a work tile; the warps of a pipeline have one each
-  int warps = 0;             // of a CTA
+  int padded_head_size = 0;    // of the instantiation, in values
+  bool multi_warp = false;     // decode: several warps share a pipeline, each for some of the rows
+  bool halves_stages = false;  // decode: stages of twice the tokens, which two warps share
+  uint8_t kv_heads = 1;        // decode: of a work tile; the warps of a pipeline have one each
+  int warps = 0;               // of a CTA
   int ctas_per_sm = 1;
   int stages = 0;          // of a pipeline
   int consumer_shift = 0;  // decode: log2 of the warps that share a pipeline
@@ -261,17 +262,6 @@ constexpr int decode_row_blocks(int padded_head_size, bool multi_warp) {
 constexpr int decode_stage_tokens(int element_bytes, int padded_head_size, bool multi_warp) {
   return padded_head_size <= 128 && (multi_warp || element_bytes * padded_head_size <= 128) ? 32
                                                                                             : 16;
-}
-// Whether decode has stages of twice as many tokens, and two warps share one. Boxes of 16 tokens in
-// 8 bits have rows of V of 16 bytes, which are slow to copy.
-constexpr bool halves_stages(KvForm form, int element_bytes, int padded_head_size, bool multi_warp,
-                             bool token_scales) {
-  return form == KvForm::kPackedBoxes && element_bytes == 1 && padded_head_size > 128 &&
-         !multi_warp && !token_scales;
-}
-inline bool halves_stages(const PagedAttentionParams& p, const KernelChoice& choice) {
-  return halves_stages(choice.form, size_of(p.kv.dtype), choice.padded_head_size, choice.multi_warp,
-                       p.token_scales.any());
 }
 // Max threads of a CTA. 16 bits: 8 warps with pipelines of 3 pages. 8-bit pages have half the bytes
 // and need more instructions, so 12 warps.

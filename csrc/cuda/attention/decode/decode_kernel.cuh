@@ -46,16 +46,17 @@ struct NoNewToken {
 };
 
 // The kernel's body. kMaxHeadSize: in values. `new_token`: NoNewToken, or fused_decode_attention's
-// FusedNewToken. Form kLines: a work tile has as many KV heads as a consumer has warps, and each
-// warp has one of them, with at most 8 query rows.
-template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, typename NewToken>
+// FusedNewToken. kHalves: a stage has twice the tokens, and two warps have half of it each. Form
+// kLines: a work tile has as many KV heads as a consumer has warps, and each warp has one of them,
+// with at most 8 query rows.
+template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, bool kHalves,
+          typename NewToken>
 __device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
                                        const KvTensorMaps& maps, const DecodeWorkspace& workspace,
                                        NewToken new_token) {
   constexpr int kTiles = kRowTiles<kMaxHeadSize, kMultiWarp>, kBytes = sizeof(Cache);
   constexpr int kValues = kValuesOf<Cache>, kMaxStored = kMaxHeadSize / kValues;
   constexpr bool kHeadPerWarp = kForm == KvForm::kLines;
-  constexpr bool kHalves = kHalvesStages<Cache, kMaxHeadSize, kMultiWarp, kForm>;
   constexpr bool kShared = kMultiWarp || kHeadPerWarp || kHalves;  // several warps a pipeline
   constexpr int kDepth = kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
   constexpr int kStageTokens = kHalves ? 32 * kDepth : 16 * kDepth;
@@ -444,7 +445,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   wait_at_end(p);
 }
 
-template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm>
+template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, bool kHalves>
 __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp>, 1)
     paged_attention_decode_kernel(const __grid_constant__ PagedAttentionParams p,
                                   const __grid_constant__ DecodeShape shape,
@@ -456,7 +457,8 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp
   constexpr bool kUsed = kForm != KvForm::kLines;
 #endif
   if constexpr (kUsed)
-    decode<Cache, kMaxHeadSize, kMultiWarp, kForm>(p, shape, maps, workspace, NoNewToken{});
+    decode<Cache, kMaxHeadSize, kMultiWarp, kForm, kHalves>(p, shape, maps, workspace,
+                                                            NoNewToken{});
 }
 
 }  // namespace vllm_kernels::cuda

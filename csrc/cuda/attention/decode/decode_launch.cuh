@@ -10,11 +10,10 @@
 namespace vllm_kernels::cuda {
 
 // Launches kKernel, whose parameters are p, DecodeShape, KvTensorMaps, workspace and `more`.
-template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, auto kKernel,
-          typename... More>
+template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, bool kHalves,
+          auto kKernel, typename... More>
 void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& choice,
                           const DecodeWorkspace& workspace, void* stream, const More&... more) {
-  constexpr bool kHalves = kHalvesStages<Cache, kMaxHeadSize, kMultiWarp, kForm>;
   constexpr int kTokens = (kHalves ? 32 : 16) * kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
   constexpr int kShift = kStageShift<kTokens>;
   const int ctas = static_cast<int>(choice.grid.x);
@@ -53,9 +52,17 @@ void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelCho
     constexpr KvForm kForm = decltype(form)::value;
     constexpr int kMaxHeadSize = decltype(head_size)::value;
     constexpr bool kMultiWarp = decltype(multi_warp)::value;
-    launch_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm,
-                         paged_attention_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm>>(
-        p, choice, workspace, stream);
+    const auto launch = [&](auto halves) {
+      constexpr bool kHalves = decltype(halves)::value;
+      launch_decode_kernel<
+          Cache, kMaxHeadSize, kMultiWarp, kForm, kHalves,
+          paged_attention_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm, kHalves>>(
+          p, choice, workspace, stream);
+    };
+    if constexpr (!kMultiWarp && kMayHalveStages<Cache, kMaxHeadSize, kForm>) {
+      if (choice.halves_stages) return launch(std::true_type{});
+    }
+    launch(std::false_type{});
   };
   const auto with_head_size = [&](auto form, auto head_size) {
     constexpr bool kWgmma = kHasWgmmaDecode<Cache, decltype(head_size)::value>;

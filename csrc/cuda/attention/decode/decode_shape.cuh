@@ -18,10 +18,10 @@ constexpr int kRowTiles = decode_row_blocks(kMaxHeadSize, kMultiWarp);
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
 constexpr int kTokenTiles = decode_stage_tokens(sizeof(Cache), kMaxHeadSize, kMultiWarp) / 16;
 
-// Whether a stage has twice the tokens, and two warps share it, a half each (halves_stages).
-template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm>
-constexpr bool kHalvesStages =
-    halves_stages(kForm, sizeof(Cache), kMaxHeadSize, kMultiWarp, kHasTokenScales<Cache>);
+// Whether there is a kernel whose warps halve stages (KernelChoice::halves_stages).
+template <typename Cache, int kMaxHeadSize, KvForm kForm>
+constexpr bool kMayHalveStages = kForm == KvForm::kPackedBoxes && sizeof(Cache) == 1 &&
+                                 kMaxHeadSize > 128 && !kHasTokenScales<Cache>;
 
 // Max threads (decode_threads).
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>

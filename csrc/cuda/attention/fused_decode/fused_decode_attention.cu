@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, false>, 1)
                                   const __grid_constant__ DecodeWorkspace workspace,
                                   const __grid_constant__ NewTokenParams new_token) {
   __shared__ NewTokenMemory<kMaxHeadSize> memory;
-  decode<Cache, kMaxHeadSize, false, KvForm::kPackedPages>(
+  decode<Cache, kMaxHeadSize, false, KvForm::kPackedPages, false>(
       p, shape, maps, workspace, FusedNewToken<Cache, kMaxHeadSize>(new_token, memory));
 }
 
@@ -38,7 +38,7 @@ void launch_fused_decode(const FusedDecodeAttentionParams& params, const KernelC
                                  .lane_shift = new_token_lane_shift(p.kv.head_size)};
   const auto with_head_size = [&](auto head_size) {
     constexpr int kMaxHeadSize = decltype(head_size)::value;
-    launch_decode_kernel<Cache, kMaxHeadSize, false, KvForm::kPackedPages,
+    launch_decode_kernel<Cache, kMaxHeadSize, false, KvForm::kPackedPages, false,
                          fused_decode_attention_kernel<Cache, kMaxHeadSize>>(p, choice, workspace,
                                                                              stream, new_token);
   };
