@@ -42,4 +42,24 @@ inline const void* at(uintptr_t address) {
   return reinterpret_cast<const void*>(address);
 }
 
+// A bfloat16 query over layout NHD: 8 KV heads in 1000 pages of 16 tokens. The batch is missing.
+inline PagedAttentionParams nhd_call(DType stored, int head_size, int num_heads) {
+  PagedAttentionParams p = {};
+  p.scale = 0.1f;
+  p.dtype = DType::kBFloat16;
+  p.kv.dtype = stored;
+  p.kv.layout = KvLayout::kNHD;
+  p.kv.head_size = head_size;
+  p.kv.block_size = 16;
+  p.kv.num_kv_heads = 8;
+  p.kv.num_blocks = 1000;
+  p.kv.key = const_cast<void*>(at(4096));
+  p.kv.value = const_cast<void*>(at(8192));
+  set_strides(p.kv);
+  p.num_heads = num_heads;
+  p.query_stride = p.out_stride = num_heads * head_size;
+  p.max_blocks_per_seq = 1000;
+  return p;
+}
+
 }  // namespace vllm_kernels::cuda

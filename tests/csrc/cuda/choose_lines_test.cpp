@@ -11,23 +11,9 @@ namespace {
 
 // 64 sequences of one token over an e4m3 cache in layout NHD.
 PagedAttentionParams call(int head_size) {
-  PagedAttentionParams p = {};
-  p.scale = 0.1f;
-  p.dtype = DType::kBFloat16;
-  p.kv.dtype = DType::kFp8E4M3;
-  p.kv.layout = KvLayout::kNHD;
-  p.kv.head_size = head_size;
-  p.kv.block_size = 16;
-  p.kv.num_kv_heads = 8;
-  p.kv.num_blocks = 1000;
-  p.kv.key = const_cast<void*>(at(4096));
-  p.kv.value = const_cast<void*>(at(8192));
-  set_strides(p.kv);
-  p.num_heads = 64;
-  p.query_stride = p.out_stride = 64 * head_size;
+  PagedAttentionParams p = nhd_call(DType::kFp8E4M3, head_size, 64);
   p.num_seqs = p.num_tokens = 64;
   p.max_query_len = 1;
-  p.max_blocks_per_seq = 1000;
   p.max_seq_len = 5000;
   return p;
 }

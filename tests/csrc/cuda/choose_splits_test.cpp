@@ -8,23 +8,10 @@ namespace {
 
 // 64 query tokens of each of 4 sequences: 64 work tiles for 132 SMs.
 PagedAttentionParams few_tiles(int64_t tokens, bool contiguous = false) {
-  PagedAttentionParams p = {};
-  p.scale = 0.1f;
-  p.dtype = p.kv.dtype = DType::kBFloat16;
-  p.kv.layout = KvLayout::kNHD;
-  p.kv.head_size = 128;
-  p.kv.block_size = 16;
-  p.kv.num_kv_heads = 8;
-  p.kv.num_blocks = 1000;
-  p.kv.key = const_cast<void*>(at(4096));
-  p.kv.value = const_cast<void*>(at(8192));
-  set_strides(p.kv);
-  p.num_heads = 32;
-  p.query_stride = p.out_stride = 32 * 128;
+  PagedAttentionParams p = nhd_call(DType::kBFloat16, 128, 32);
   p.num_seqs = 4;
   p.max_query_len = 64;
   p.num_tokens = 4 * 64;
-  p.max_blocks_per_seq = 1000;
   p.max_seq_len = contiguous ? 4 * tokens : tokens;
   if (contiguous) p.key_start_loc = static_cast<const int32_t*>(at(64));
   return p;
