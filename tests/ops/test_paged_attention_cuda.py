@@ -229,7 +229,12 @@ def test_large_pages_of_wide_heads(head_size, stored):
         case = make_case("cuda", BF16, lens, block_size=block_size, **shapes)
         check(case)
         assert torch.equal(case.run(), case.run())
+        assert torch.equal(case.with_options(kv_ready=True).run(), case.run())
         check(case.with_options(sliding_window=70, softcap=20.0))
+        slopes = torch.linspace(0.1, 1, 8, device="cuda")
+        check(case.with_options(alibi_slopes=slopes, sinks=slopes))
+        if torch.cuda.get_device_capability() == (9, 0):
+            assert ("two warps a stage" in case.explained()) == (len(lens) > 2)
     lens = [3000, 2, 40, 700] * 4
     check(make_case("cuda", BF16, lens, [2, 1, 2, 2] * 4, block_size=32, **shapes))
 
@@ -243,7 +248,8 @@ def test_large_pages_of_wide_heads(head_size, stored):
 def test_bad_rows_are_contained(head_size, stored, block_size, layout):
     """A length or block id out of range changes nothing but its own sequence."""
     lens = [50, 4000, 200, 7]
-    shapes = {"heads": 8, "kv_heads": 2, "head_size": head_size, "stored": stored}
+    kv_heads = 8 if head_size == 256 else 2  # enough query tiles for stages that two warps share
+    shapes = {"heads": 4 * kv_heads, "kv_heads": kv_heads, "head_size": head_size, "stored": stored}
     case = make_case("cuda", BF16, lens, layout=layout, block_size=block_size, **shapes)
     want = case.run()
     width = case.block_tables.shape[1] * case.block_size

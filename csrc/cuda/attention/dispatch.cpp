@@ -2,7 +2,7 @@
 //   1  float32, block-sparse, or a cache without blocks                       SIMT
 //   2  K or V that is not aligned to 16 bytes, unless 5 gathers it            SIMT
 //   3  few query rows, causal, in pages                                       decode
-//      up to 8 rows per KV head: a warp per pipeline or KV head; more: wgmma, or several warps
+//      up to 8 rows per KV head: a warp per pipeline, or several (dispatch_lines.h); more: wgmma
 //   4  as 3 with many rows, if prefill cannot take query, out or scale        decode
 //   5  many query rows on Hopper, pages of 16 tokens or more                  prefill sm90
 //   6  many query rows otherwise                                              prefill sm80
@@ -315,7 +315,7 @@ KernelChoice choose_decode(const PagedAttentionParams& p, const DeviceModel& dev
     choice.form = KvForm::kPlainRows;
     choice.padded_head_size = p.head_size();
   }
-  choice.halves_stages = halves_stages(p, choice);
+  choice.halves_stages = halves_stages(p, device, choice);
   const uint32_t wgmma = when(!device.has_wgmma, kNoWgmma) |
                          when(choice.padded_head_size > kWgmmaMaxHeadSize, kWgmmaHeadSize) |
                          when(values_of(p.kv.dtype) > 1, kWgmmaInt4);

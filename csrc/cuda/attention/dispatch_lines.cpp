@@ -52,8 +52,9 @@ void set_lines_shape(const PagedAttentionParams& p, const DeviceModel& device, i
   choice.shared_bytes = warps / heads * choice.stages * stage + warps * results;
 }
 
-bool halves_stages(const PagedAttentionParams& p, const KernelChoice& choice) {
-  return choice.form == KvForm::kPackedBoxes && size_of(p.kv.dtype) == 1 &&
+bool halves_stages(const PagedAttentionParams& p, const DeviceModel& device,
+                   const KernelChoice& choice) {
+  return device.has_wgmma && choice.form == KvForm::kPackedBoxes && size_of(p.kv.dtype) == 1 &&
          choice.padded_head_size > 128 && !choice.multi_warp && !p.token_scales.any() &&
          p.fixed_split_size == 0 && int64_t{p.num_seqs} * p.kv.num_kv_heads >= kTilesOfHalvedStages;
 }

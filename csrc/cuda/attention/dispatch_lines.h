@@ -16,8 +16,10 @@ int heads_of_lines(const PagedAttentionParams& p, const DeviceModel& device);
 void set_lines_shape(const PagedAttentionParams& p, const DeviceModel& device, int heads,
                      KernelChoice& choice);
 
-// Whether stages of decode have 32 tokens in place of 16 (kTilesOfHalvedStages). The rest of
-// `choice` is set. With fixed_split_size that must not depend on the batch.
-bool halves_stages(const PagedAttentionParams& p, const KernelChoice& choice);
+// On an H100 or H200: whether stages of decode have 32 tokens in place of 16
+// (kTilesOfHalvedStages). The rest of `choice` is set. With fixed_split_size that must not depend
+// on the batch.
+bool halves_stages(const PagedAttentionParams& p, const DeviceModel& device,
+                   const KernelChoice& choice);
 
 }  // namespace vllm_kernels::cuda

@@ -47,6 +47,7 @@ constexpr Words kObstacleWords[] = {
 const char* name_of(const KernelChoice& choice) {
   switch (choice.kernel) {
     case AttentionKernel::kDecode:
+      if (choice.halves_stages) return "decode (two warps a stage)";
       return choice.multi_warp ? "decode (several warps a pipeline)" : "decode";
     case AttentionKernel::kDecodeWgmma:
       return "decode_wgmma";

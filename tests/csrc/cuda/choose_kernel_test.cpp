@@ -193,8 +193,9 @@ TEST(ChooseKernel, IsAsInTheGoldenTable) {
 int static_shared_bytes(const PagedAttentionParams& p, const KernelChoice& choice) {
   switch (choice.kernel) {
     case AttentionKernel::kDecode:
-      return decode_static_smem(size_of(p.kv.dtype), choice.padded_head_size, choice.multi_warp,
-                                false);
+      return decode_static_smem(
+          size_of(p.kv.dtype), choice.padded_head_size,
+          choice.multi_warp || choice.halves_stages || choice.form == KvForm::kLines, false);
     case AttentionKernel::kDecodeWgmma:
       return wgmma_static_smem(choice.row_shift() <= 5 ? 4 : 8);
     case AttentionKernel::kPrefillSm80:

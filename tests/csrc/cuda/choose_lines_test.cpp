@@ -1,4 +1,4 @@
-// When decode takes several KV heads a work tile.
+// When decode takes several KV heads a work tile, and when two warps share a stage.
 #include <gtest/gtest.h>
 
 #include <functional>

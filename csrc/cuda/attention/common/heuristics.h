@@ -212,7 +212,7 @@ constexpr int concurrent_decode_tokens(int group, bool is_wide) {
 // Head sizes whose rows in NHD or HND are faster as plain rows than as swizzled rows. These rows do
 // not fill whole lines of 128 bytes. `contiguous`: the rows of a page and head follow each other
 // (HND as allocated). (decode/row_copies.md, HND e4m3, 80, 96, 112 and 192: 76.9 to 92.7 us as
-// swizzled rows, 66.8 to 71.7 us as plain rows. decode/lines.md, 160: 139 to 117; 224: 162 to 143.
+// swizzled rows, 66.8 to 71.7 us as plain rows. decode/lines.md, 160: 139 to 117; 224: 162 to 145.
 // No row for these two with scales of tokens, or before Hopper.)
 constexpr bool prefers_plain_rows(int head_size, bool is_16_bit, bool contiguous) {
   switch (head_size) {
@@ -239,7 +239,7 @@ constexpr bool prefers_plain_int4_rows(int bytes, bool contiguous) {
 // Decode, layout vllm, pages above 16 tokens, 8 bits, heads above 128: query tiles of a batch from
 // which on a stage has 32 tokens. Boxes of 16 have rows of V of 16 bytes, which are slow to copy.
 // (decode/large_pages.md, 256: 8 tiles 10.3 to 11.2 us, 192 tiles 225 to 166. 160: 16 tiles 17.2 to
-// 17.8.)
+// 17.8. No row between.)
 constexpr int kTilesOfHalvedStages = 24;
 
 // Form kLines: the head sizes of decode's kernels. Their rows of 8 bits in NHD do not fill whole

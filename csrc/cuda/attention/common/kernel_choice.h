@@ -80,7 +80,7 @@ struct KernelChoice {
   int warps = 0;               // of a CTA
   int ctas_per_sm = 1;
   int stages = 0;          // of a pipeline
-  int consumer_shift = 0;  // decode: log2 of the warps that share a pipeline
+  int consumer_shift = 0;  // decode: log2 of the warps that share a pipeline; halves_stages: 0
   int warp_shift = 0;      // decode: log2 of the query rows of a warp
   int combine_rows = 0;    // decode: rows of a warp that are combined at a time
   int shared_bytes = 0;    // dynamic

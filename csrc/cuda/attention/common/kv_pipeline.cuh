@@ -1,7 +1,6 @@
 // KvPipeline: a pipeline of stages in shared memory that brings in K and V of one KV head, or of
-// several in form kLines. A stage
-// holds V, then K, of 16 to 64 tokens. A "full" mbarrier per stage signals that its copies have
-// landed.
+// several in form kLines. A stage holds V, then K, of 16 to 64 tokens. A "full" mbarrier per stage
+// signals that its copies have landed.
 //
 // Not kShared: one warp owns the pipeline and is both its producer and its consumer. No barrier
 // between warps is needed, and every warp keeps its own copies in flight.

@@ -7,11 +7,12 @@
 //   work       tile_scheduler.cuh cuts it into work tiles, on the device
 //
 // Roles of warps: there is no separate producer. For work tiles of up to 8 query rows a consumer is
-// one warp. With kMultiWarp it is 1, 2 or 4 warps that share the rows, 8 or 16 each. So a warp
-// keeps its query and its output in registers. Of a tile's stages, consumer c takes c, c +
-// consumers, ... through its own pipeline (kv_pipeline.cuh). Hopper uses decode_wgmma_kernel.cuh
-// for tiles of more than 8 rows and heads of up to kWgmmaMaxHeadSize. In form kLines a work tile
-// has 2, 4 or 8 KV heads with up to 8 rows each, and a consumer has a warp for each head.
+// one warp, or two that have half of each stage (kHalves). With kMultiWarp it is 1, 2 or 4 warps
+// that share the rows, 8 or 16 each. So a warp keeps its query and its output in registers. Of a
+// tile's stages, consumer c takes c, c + consumers, ... through its own pipeline (kv_pipeline.cuh).
+// Hopper uses decode_wgmma_kernel.cuh for tiles of more than 8 rows and heads of up to
+// kWgmmaMaxHeadSize. In form kLines a work tile has 2, 4 or 8 KV heads with up to 8 rows each, and
+// a consumer has a warp for each head.
 //
 // A tile's end: each consumer starts to load the next tile's stages. Then the consumers' partials
 // are combined in shared memory. An unsplit tile is written as output. A split's partial goes to
@@ -125,7 +126,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const void* query_rows[kTiles];  // this lane's rows of the tile that the pipeline has next
   const auto take_tile = [&](int now, bool speculative) {
     WorkTile work_tile = scheduler.get_tile(p, shape.work, index, lane);
-    const int head_group = work_tile.kv_head;                //  of p.kv.num_kv_heads
+    const int head_group = work_tile.kv_head;                // of p.kv.num_kv_heads
     if (kHeadPerWarp) work_tile.kv_head <<= consumer_shift;  // the first warp's
     const TileRows rows = tile_rows(p, shape.work, work_tile);
     if constexpr (NewToken::kAny) {
@@ -454,7 +455,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp
 #if defined(VLLM_KERNELS_HAS_WGMMA)
   constexpr bool kUsed = !kMultiWarp || !kHasWgmmaDecode<Cache, kMaxHeadSize>;
 #else
-  constexpr bool kUsed = kForm != KvForm::kLines;
+  constexpr bool kUsed = kForm != KvForm::kLines && !kHalves;
 #endif
   if constexpr (kUsed)
     decode<Cache, kMaxHeadSize, kMultiWarp, kForm, kHalves>(p, shape, maps, workspace,

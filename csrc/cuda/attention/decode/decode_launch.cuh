@@ -29,7 +29,7 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   shape.fours = FastDivisor(p.head_size() / 4);
   shape.cap = score_cap(p.softcap);
   shape.work = work_shape(p, choice.row_shift(), kShift, ctas, p.head_size());
-  // 16 tokens for each warp that reads tokens of its own, or for each warp of lines.
+  // 16 tokens for each pipeline, or for each warp of lines and of halved stages.
   const int readers = kHalves || kForm == KvForm::kLines ? choice.warps : pipelines;
   shape.work.min_split_stages = std::max(1, readers >> (kShift - 4));
   shape.work.combine_share = pipelines;
@@ -37,7 +37,7 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   if (kForm == KvForm::kLines) shape.work.few_tiles /= kCtasOfFewLines;
   check_shared_memory<kKernel>("paged_attention", choice);
   PagedAttentionParams params = p;
-  params.kv.num_kv_heads /= choice.kv_heads;  // the scheduler counts work tiles
+  params.kv.num_kv_heads /= choice.kv_heads;  // the scheduler counts groups of heads
   launch_kernel("paged_attention", kKernel, dim3(ctas), dim3(choice.warps * 32),
                 choice.shared_bytes, stream, params, shape,
                 kv_tensor_maps<Cache, kTokens, kForm>(rows, shape.pipeline.line_shift), workspace,
@@ -59,7 +59,7 @@ void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelCho
           paged_attention_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm, kHalves>>(
           p, choice, workspace, stream);
     };
-    if constexpr (!kMultiWarp && kMayHalveStages<Cache, kMaxHeadSize, kForm>) {
+    if constexpr (kHasCodeForSm90a && !kMultiWarp && kMayHalveStages<Cache, kMaxHeadSize, kForm>) {
       if (choice.halves_stages) return launch(std::true_type{});
     }
     launch(std::false_type{});

@@ -35,7 +35,7 @@ struct DecodeShape {
   WorkShape work;
   PipelineLayout pipeline;
   KvStageLayout stage_layout;
-  int consumer_shift;  // log2 of the warps of a consumer
+  int consumer_shift;  // log2 of the warps of a consumer; halved stages: 0
   int warp_shift;      // log2 of the query rows of a warp, at most
   int combine_rows;    // rows of a warp combined at a time; a thread has 4 dimensions of one row
   FastDivisor fours;   // groups of 4 dimensions of a head
