@@ -11,17 +11,19 @@ namespace vllm_kernels::cuda {
 
 int heads_of_lines(const PagedAttentionParams& p, const DeviceModel& device) {
   const PagedKv& kv = p.kv;
-  const int heads = kColumnBytes / std::gcd(kColumnBytes, kv.head_size);
-  const bool can = device.has_wgmma && kv.layout != KvLayout::kVllm && size_of(kv.dtype) == 1 &&
-                   values_of(kv.dtype) == 1 && !p.token_scales.any() &&
-                   kv.block_size >= kLineTokens && kv.num_kv_heads % heads == 0 &&
+  const bool can = device.has_wgmma && size_of(kv.dtype) == 1 && kv.layout != KvLayout::kVllm &&
+                   has_lines_kernel(kv.head_size) && values_of(kv.dtype) == 1 &&
+                   !p.token_scales.any() && kv.block_size >= kLineTokens &&
                    kv.key_head_stride == kv.head_size && kv.value_head_stride == kv.head_size &&
-                   p.fixed_split_size == 0 && has_lines_kernel(kv.head_size);
+                   p.fixed_split_size == 0;
+  if (!can) return 1;
+  const int heads = kColumnBytes / std::gcd(kColumnBytes, kv.head_size);
   const int64_t tiles = int64_t{p.num_seqs} * kv.num_kv_heads / heads;
   const int64_t longest =
       p.sliding_window > 0 ? std::min<int64_t>(p.max_seq_len, p.sliding_window) : p.max_seq_len;
   const int min_tiles = kv.head_size > 128 ? kTilesOfLinesOfWideHeads : kTilesOfLines;
-  return can && tiles >= min_tiles && longest > kLengthOfShortLines ? heads : 1;
+  return kv.num_kv_heads % heads == 0 && tiles >= min_tiles && longest > kLengthOfShortLines ? heads
+                                                                                             : 1;
 }
 
 void set_lines_shape(const PagedAttentionParams& p, const DeviceModel& device, int heads,

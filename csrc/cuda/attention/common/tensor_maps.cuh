@@ -42,6 +42,14 @@ inline CUtensorMap swizzled_row_map(
       {kColumnBytes / 2, tokens >> line_shift, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
 }
 
+// map(base, token stride, head stride, block stride) of K and of V.
+template <typename Map>
+KvTensorMaps both_maps(const PagedKv& kv, const Map& map) {
+  return {
+      .key = map(kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride),
+      .value = map(kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride)};
+}
+
 // Form kPlainRows, layout NHD: a box is `tokens` full rows of one head, contiguous in shared
 // memory.
 inline KvTensorMaps plain_row_maps(const PagedKv& kv, int tokens) {
@@ -53,9 +61,7 @@ inline KvTensorMaps plain_row_maps(const PagedKv& kv, int tokens) {
                                 {row_words, tokens, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE,
                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
   };
-  return {
-      .key = map(kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride),
-      .value = map(kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride)};
+  return both_maps(kv, map);
 }
 
 // Form kLines, layout NHD: (dimension, token in the page, column, page). kv.head_size is the size
@@ -70,9 +76,7 @@ inline KvTensorMaps line_maps(const PagedKv& kv) {
                                 {kColumnBytes / 2, kLineTokens, kv.head_size / kColumnBytes, 1},
                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
   };
-  return {
-      .key = map(kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride),
-      .value = map(kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride)};
+  return both_maps(kv, map);
 }
 
 // Form kPackedBoxes, layout vllm: a box is `tokens` tokens of one head. K is (token * 16 bytes,
@@ -103,10 +107,11 @@ KvTensorMaps kv_tensor_maps(const PagedKv& kv, int line_shift) {
   // The pages are read once, so L2 must not fetch more than one row of the box.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const int tokens = std::min(kv.block_size, kTokens);
-  return {.key = swizzled_row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride,
-                                  kv.key_block_stride, tokens, kPromotion, line_shift),
-          .value = swizzled_row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
-                                    kv.value_block_stride, tokens, kPromotion, line_shift)};
+  return both_maps(
+      kv, [&](void* base, int64_t token_stride, int64_t head_stride, int64_t block_stride) {
+        return swizzled_row_map(kv, base, token_stride, head_stride, block_stride, tokens,
+                                kPromotion, line_shift);
+      });
 }
 
 }  // namespace vllm_kernels::cuda

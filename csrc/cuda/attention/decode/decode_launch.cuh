@@ -44,6 +44,12 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
                 more...);
 }
 
+// Calls body(Constant<size>{}) if `size` is one of kSizes.
+template <int... kSizes, typename Body>
+bool with_size(int size, const Body& body) {
+  return ((size == kSizes && (body(Constant<kSizes>{}), true)) || ...);
+}
+
 // The instantiation that `choice` names.
 template <typename Cache>
 void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelChoice& choice,
@@ -103,34 +109,15 @@ void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelCho
       if constexpr (kHasZeros<Cache>) {
         return plain_rows(Constant<128>{});
       } else {
-        if (choice.padded_head_size == 80) return plain_rows(Constant<80>{});
-        if (choice.padded_head_size == 96) return plain_rows(Constant<96>{});
-        if (choice.padded_head_size == 112) return plain_rows(Constant<112>{});
+        if (with_size<80, 96, 112>(choice.padded_head_size, plain_rows)) return;
         if constexpr (sizeof(Cache) == 1) {
-          if (choice.padded_head_size == 160) return plain_rows(Constant<160>{});
-          if (choice.padded_head_size == 192) return plain_rows(Constant<192>{});
-          if (choice.padded_head_size == 224) return plain_rows(Constant<224>{});
+          if (with_size<160, 192, 224>(choice.padded_head_size, plain_rows)) return;
         }
       }
       throw std::logic_error("paged_attention: no decode kernel has plain rows of this head size");
     case KvForm::kLines:
       if constexpr (kHasCodeForSm90a && sizeof(Cache) == 1 && !kHasTokenScales<Cache>) {
-        switch (choice.padded_head_size) {
-          case 64:
-            return lines(Constant<64>{});
-          case 80:
-            return lines(Constant<80>{});
-          case 96:
-            return lines(Constant<96>{});
-          case 112:
-            return lines(Constant<112>{});
-          case 160:
-            return lines(Constant<160>{});
-          case 192:
-            return lines(Constant<192>{});
-          case 224:
-            return lines(Constant<224>{});
-        }
+        if (with_size<64, 80, 96, 112, 160, 192, 224>(choice.padded_head_size, lines)) return;
       }
       throw std::logic_error("paged_attention: no decode kernel has lines of this head size");
   }
