@@ -255,7 +255,7 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   while (warps > step && stages_for(warps) < min_stages) warps -= step;
   if (warps * 32 < min_threads) return false;
   choice.warps = warps;
-  choice.grid.x = device.num_sms * choice.ctas_per_sm;
+  set_decode_grid(p, device, choice);
   choice.stages = std::min(stages_for(warps), kMaxPipelineStages);
   const int all_pipelines =
       (warps >> pipeline_shift) * pipeline_bytes(choice.stages, stage, tokens, arrays);

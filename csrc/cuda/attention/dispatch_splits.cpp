@@ -61,4 +61,23 @@ bool beats_decode(const PagedAttentionParams& p, const DeviceModel& device) {
   return tiles * widest <= tokens * static_cast<float>(device.num_sms);
 }
 
+void set_decode_grid(const PagedAttentionParams& p, const DeviceModel& device,
+                     KernelChoice& choice) {
+  choice.grid.x = device.num_sms * choice.ctas_per_sm;
+  // Only a launch that overlaps with the previous one gains.
+  const bool overlaps = device.architecture >= 90 && !choice.multi_warp && !choice.halves_stages &&
+                        choice.ctas_per_sm == 1 && !p.concurrent;
+  if (!overlaps) return;
+  choice.few_ctas = static_cast<uint8_t>(std::min(device.num_sms / 2, 255));
+  const int64_t heads = p.kv.num_kv_heads, tiles = p.num_seqs * heads;
+  const int64_t bytes = tiles * p.max_seq_len * p.head_size() * size_of(p.kv.dtype);
+  if (p.fixed_split_size > 0 || tiles > choice.few_ctas ||
+      bytes > int64_t{choice.few_ctas} * kBytesOfSmallTile) {
+    return;
+  }
+  // Sequences shorter than a split may add a work tile for each KV head.
+  choice.grid.x =
+      std::min<int64_t>(choice.grid.x, choice.few_ctas + std::max<int64_t>(0, tiles - heads));
+}
+
 }  // namespace vllm_kernels::cuda

@@ -1,6 +1,7 @@
-// Whether prefill sm90 splits the keys of its work tiles, where it can. Host code, a part of
-// dispatch.cpp.
+// What the host knows about splits. Whether prefill sm90 splits the keys of its work tiles, where
+// it can, and for how many CTAs decode splits a small batch. Host code, a part of dispatch.cpp.
 #pragma once
+#include "cuda/attention/common/kernel_choice.h"
 #include "cuda/base/device.h"
 #include "ops/paged_attention.h"
 
@@ -17,5 +18,10 @@ bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
 // kDecodeRowsOfSplits rows, up to kDecodeRows. Over 8-bit caches prefill dequantizes keys more
 // slowly than memory gives them.
 bool beats_decode(const PagedAttentionParams& p, const DeviceModel& device);
+
+// Sets few_ctas and the grid of decode. A batch that is small at the bound on its lengths gets no
+// more CTAs than it may have work tiles.
+void set_decode_grid(const PagedAttentionParams& p, const DeviceModel& device,
+                     KernelChoice& choice);
 
 }  // namespace vllm_kernels::cuda

@@ -185,5 +185,33 @@ TEST(ChooseKernel, EightBitCachesAreGathered) {
   EXPECT_EQ(choose_kernel(p, kDevices[2].model).main.kernel, AttentionKernel::kPrefillSm90);
 }
 
+// A small batch of single tokens gets CTAs for half of the SMs, and one for each work tile that
+// short sequences may add. A bound that makes it large gives it all SMs.
+TEST(ChooseKernel, GridsOfSmallBatches) {
+  const auto grid = [](int seqs, int64_t tokens, DType dtype, int device = 2, int fixed = 0) {
+    PagedAttentionParams p = nhd_call(dtype, 128, 32);
+    set_queries(p, seqs, 1);
+    p.max_seq_len = tokens;
+    p.fixed_split_size = fixed;
+    const KernelChoice choice = choose_kernel(p, kDevices[device].model).main;
+    EXPECT_EQ(choice.few_ctas, device == 0 ? 0 : 66);
+    return choice.grid.x;
+  };
+  const DType bf16 = DType::kBFloat16, e4m3 = DType::kFp8E4M3;
+  EXPECT_EQ(grid(1, 2000, bf16), 66);
+  EXPECT_EQ(grid(1, 3000, bf16), 132);
+  EXPECT_EQ(grid(1, 4096, e4m3), 66);
+  EXPECT_EQ(grid(1, 5000, e4m3), 132);
+  EXPECT_EQ(grid(2, 1000, bf16), 74);
+  EXPECT_EQ(grid(4, 500, bf16), 90);
+  EXPECT_EQ(grid(8, 128, bf16), 122);
+  EXPECT_EQ(grid(9, 16, bf16), 132);
+  EXPECT_EQ(grid(1, 2000, bf16, 0), 108);
+  EXPECT_EQ(grid(1, 2000, bf16, 2, 512), 132);
+  PagedAttentionParams p = nhd_call(e4m3, 128, 32);
+  set_queries(p, 20, 1);  // more query tiles than SMs
+  EXPECT_EQ(choose_kernel(p, kDevices[2].model).main.few_ctas, 0);
+}
+
 }  // namespace
 }  // namespace vllm_kernels::cuda

@@ -88,6 +88,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const int warp_rows = kTiles > 1 ? 1 << shape.warp_shift : 8;
   const int head_of_warp = kHeadPerWarp ? warp_in_consumer : 0;
   const int stage_half = kHalves ? warp_in_consumer : 0;  // this warp's half of a stage
+  // log2 of a consumer's warps that have different rows. Halves have the same rows.
+  const int partial_shift = kHalves ? 0 : consumer_shift;
   const int head_size = p.kv.head_size * kValues, fours = head_size / 4;
   const int pipeline_bytes = Pipeline::bytes(shape.pipeline);
   Pipeline pipeline(shape.pipeline, maps, shared_address(shared) + consumer * pipeline_bytes,
@@ -118,7 +120,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
                           : kHasZeros<Cache>                            ? sm90a_or(3, 1)
                           : kBytes == 1                                 ? 4
                                                                         : 8;
-  using Scheduler = TileScheduler<kRounds>;
+  using Scheduler = TileScheduler<kRounds, !kMultiWarp && !kHeadPerWarp>;
   Scheduler scheduler;
   uint32_t index = blockIdx.x;  // of the current work tile
   // This warp's first row of a work tile.
@@ -210,7 +212,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
           // With few work tiles, CTAs start while the primary kernel runs, and have time. With
           // many, starting all stages at once would delay the indices, which are requested after
           // them.
-          const bool few = count <= gridDim.x / 2;
+          const bool few = count <= shape.work.few_ctas;
           pipeline.prefetch(p.kv, shape.pipeline.stages, few);
           copies = pipeline.prepare_copies(p.kv, few ? shape.pipeline.stages : 1);
         }
@@ -264,7 +266,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         } else {
           if (thread_row >= combine_rows || first + thread_row >= warp_rows) return;
 #pragma unroll 1
-          for (int of = 0; of < (kHalves ? 1 : consumer_warps); ++of) {
+          for (int of = 0; of < 1 << partial_shift; ++of) {
             const int row = of * warp_rows + first + thread_row;
             if (row < rows.count) combine(of, row, of * combine_rows + thread_row);
           }
@@ -285,8 +287,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         __syncthreads();
         each_row(first, [&](int of, int row, int at) {
           RowState state;
-          const uint32_t stride = combine_rows << (kHalves ? 0 : consumer_shift);
-          state.combine<1>(kHalves ? warps : consumers, &warp_stats[at], stride,
+          const uint32_t stride = combine_rows << partial_shift;
+          state.combine<1>(warps >> partial_shift, &warp_stats[at], stride,
                            reinterpret_cast<float4*>(results + at * pitch + d), stride * pitch / 4,
                            SharedPartials{});
           if constexpr (NewToken::kAny) {
@@ -390,6 +392,11 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     plain_begin = opaque(plain_begin);
     plain_extent = opaque(plain_extent);
     int first = 0;  // first token of the current stage
+    const auto adjusts = [&] {
+      const TileRows& again = work_tile_rows[now];  // so that no register keeps them
+      return p.modifies_scores() || again.any.begin != again.every.begin ||
+             again.any.end != again.every.end;
+    };
     const auto adjust = [&](float score, int t, int j, int token) {
       const int row = min(first_row + Mma::row_of(lane, t, j), rows.count - 1);
       const QueryRow query_row = row_of_head(shape.work, work_tile, rows, head_of_warp, row);
@@ -430,7 +437,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       if (tokens != 0 && (!kMultiWarp || mma.tiles > 0)) {
         mma.step(pipeline.key() + stage_half * shape.stage_layout.key_step,
                  pipeline.value() + stage_half * shape.stage_layout.value_step, pipeline.scales(),
-                 tokens, plain, adjust, shape.stage_layout, lane);
+                 tokens, plain, adjusts, adjust, shape.stage_layout, lane);
       }
       first += consumers << kShift;
       pipeline.consumer_release();

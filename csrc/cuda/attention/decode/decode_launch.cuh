@@ -33,6 +33,15 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   const int readers = kHalves || kForm == KvForm::kLines ? choice.warps : pipelines;
   shape.work.min_split_stages = std::max(1, readers >> (kShift - 4));
   shape.work.combine_share = pipelines;
+  if (choice.few_ctas > 0) {
+    const int stage_values = p.head_size() << kShift;
+    shape.work.few_ctas = choice.few_ctas;
+    const int small_values =
+        ctas < 2 * choice.few_ctas ? kBytesOfSmallTile / int{sizeof(Cache)} : kValuesOfSmallTile;
+    shape.work.small_stages = small_values / static_cast<float>(stage_values);
+    shape.work.whole_stages =
+        (sizeof(Cache) == 1 ? kValuesOfWholeTile8Bit : kValuesOfWholeTile) / stage_values;
+  }
   shape.work.max_split_share = kMaxSplitShare * choice.ctas_per_sm;
   if (kForm == KvForm::kLines) shape.work.few_tiles /= kCtasOfFewLines;
   check_shared_memory<kKernel>("paged_attention", choice);

@@ -58,7 +58,7 @@ struct DecodeWgmmaShape {
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
-using WgmmaTileScheduler = TileScheduler<1>;
+using WgmmaTileScheduler = TileScheduler<1, false>;
 template <typename Cache, int kMaxHeadSize, KvForm kForm>
 using WgmmaKvPipeline = KvPipeline<Cache, kMaxHeadSize, kStageTokens, kForm, true>;
 

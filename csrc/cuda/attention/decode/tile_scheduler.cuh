@@ -9,11 +9,12 @@
 // tile blockIdx.x first, and then the next one that is left.
 //
 // Up to few_tiles query tiles are split into about one work tile per CTA. These are as many as
-// CTAs, or half as many in form kLines. With more query tiles, equal shares gain nothing: memory
-// bandwidth is the limit, and a CTA's share of it grows when others are done. Then only long query
-// tiles are split. A split is at most a quarter of an SM's share, or half of it with wgmma. Work
-// tiles of long sequences come first, so that the last ones are short. Very short ones are mixed
-// with longer ones: a tail of only short ones would leave memory idle.
+// CTAs, or half as many in form kLines. A small batch is split for half of the CTAs (few_ctas), and
+// very short sequences are not split (whole_stages). With more query tiles, equal shares gain
+// nothing: memory bandwidth is the limit, and a CTA's share of it grows when others are done. Then
+// only long query tiles are split. A split is at most a quarter of an SM's share, or half of it
+// with wgmma. Work tiles of long sequences come first, so that the last ones are short. Very short
+// ones are mixed with longer ones: a tail of only short ones would leave memory idle.
 //
 // The splits depend only on the batch's lengths, so a batch gives the same result every time. With
 // fixed_split_size they depend only on the sequence's own length, so the result is the same in any
@@ -42,7 +43,10 @@ struct WorkShape {
   uint32_t few_tiles;    // up to so many query tiles are split into about one work tile per CTA
   int min_split_stages;  // up to few_tiles: min stages of a split; a shorter one is not worth a CTA
   int combine_share;     // flag-in-data: stages less for the last split, which combines
-  int slots;             // workspace slots for partials with semaphores
+  uint32_t few_ctas;     // a small batch is split for so many CTAs
+  float small_stages;    // it is small if its longest split then has up to so many stages
+  uint32_t whole_stages;  // if no sequence has more stages, none is split
+  int slots;              // workspace slots for partials with semaphores
   bool may_flag_in_data;  // result of may_flag_in_data()
   bool has_tree_mask;
   float max_split_share;  // with more query tiles: largest split / a CTA's share
@@ -179,8 +183,9 @@ struct KeptIndices {
   }
 };
 
-// kKept: max rounds of a batch whose indices a lane keeps in registers.
-template <int kKept>
+// kKept: max rounds of a batch whose indices a lane keeps in registers. kSmallBatches: whether
+// small ones are split for few_ctas.
+template <int kKept, bool kSmallBatches>
 class TileScheduler {
  public:
   using Indices = KeptIndices<kKept>;
@@ -308,9 +313,10 @@ class TileScheduler {
           const int query_tiles = work_tile.sequence.m_blocks * heads;
           work_tile.split = divide(local, query_tiles);
           query_tile = local - work_tile.split * query_tiles;
-          // The other splits take over at most about half a stage each.
+          // The other splits take over at most about half a stage each. In a short split that would
+          // be one stage more for a pipeline.
           share = fixed_split_stages_ > 0 ? 0 : min(shape.combine_share, work_tile.num_splits / 2);
-          if (work_tile.sequence.stages < 4 * share * work_tile.num_splits) share = 0;
+          if (work_tile.sequence.stages < 4 * shape.combine_share * work_tile.num_splits) share = 0;
         } else {
           query_tile = divide(local, work_tile.num_splits);
           work_tile.split = local - query_tile * work_tile.num_splits;
@@ -363,14 +369,24 @@ class TileScheduler {
   __device__ __forceinline__ void choose_splits(const PagedAttentionParams& p,
                                                 const WorkShape& shape, uint32_t stages,
                                                 uint32_t query_tiles) {
+    const float all = static_cast<float>(stages) * p.kv.num_kv_heads;
     const float blocks = gridDim.x;
-    float split = __fdividef(static_cast<float>(stages) * p.kv.num_kv_heads, blocks);
+    float split = __fdividef(all, blocks);
     int min_split_stages = shape.min_split_stages;
     if (query_tiles > shape.few_tiles) {
       split *= shape.max_split_share;
       min_split_stages = kMinSplitTokens >> shape.stage_shift;
     }
-    splits_per_stage_ = __fdividef(1.0f, fmaxf(ceilf(split), static_cast<float>(min_split_stages)));
+    const auto min_split = static_cast<float>(min_split_stages);
+    split = fmaxf(ceilf(split), min_split);
+    if (kSmallBatches && query_tiles <= shape.few_ctas) {
+      const float longest = longest_, few = shape.few_ctas;
+      const float longer = fmaxf(ceilf(__fdividef(all, few)), min_split);
+      const float splits = fmaxf(floorf(__fdividef(longest, longer)), 1.0f);
+      if (longest <= shape.small_stages * splits) split = longer;
+    }
+    splits_per_stage_ = __fdividef(1.0f, split);
+    if (kSmallBatches && longest_ <= shape.whole_stages) splits_per_stage_ = 0.0f;
   }
 
   Indices kept_;

@@ -1,5 +1,4 @@
-// WarpMma: attention of 8 or 16 query rows over 16 or 32 tokens at a time, by one warp with
-// mma.sync.
+// WarpMma: attention of 8 or 16 query rows over 16 or 32 tokens at a time, by mma.sync of a warp.
 //
 // Both matrix products are swapped (operands exchanged). Tokens and head dimensions fill the 16
 // rows of an m16n8k16, and the query rows fill its 8 columns:
@@ -70,8 +69,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     return k % kHalves == 0 ? 1.0f : kHighNibbleFactor;
   }
 
-  // Loads this lane's elements of query rows 8 * tile + lane / 4, unconverted. `rows`: null for no
-  // row.
+  // Loads this lane's elements of query rows 8 * tile + lane / 4, unconverted. A row may be null.
   __device__ __forceinline__ void load_query(const void* const (&rows)[kTiles], int lane) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -97,11 +95,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
           }
         }
       };
-      if (head_size == kMaxHeadSize) {
-        load(std::true_type{});
-      } else {
-        load(std::false_type{});
-      }
+      head_size == kMaxHeadSize ? load(std::true_type{}) : load(std::false_type{});
     }
   }
 
@@ -297,10 +291,11 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     }
   }
 
-  template <int kUsed, typename Adjust>
+  template <int kUsed, typename Adjusts, typename Adjust>
   __device__ __forceinline__ void step_used(uint32_t key, uint32_t value, uint32_t scales,
-                                            uint32_t tokens, bool plain, const Adjust& adjust,
-                                            const KvStageLayout& layout, int lane) {
+                                            uint32_t tokens, bool plain, const Adjusts& adjusts,
+                                            const Adjust& adjust, const KvStageLayout& layout,
+                                            int lane) {
     float c[kDepth][kUsed][4];
     PairScales of_tokens[kDepth], zeros[kZeros ? kDepth : 1];
     float exponents[kDepth][2];  // of the value scales
@@ -342,7 +337,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         }
       }
     }
-    if (!plain) {
+    const auto mask = [&](const auto& score_of) {
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
 #pragma unroll
@@ -351,10 +346,14 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
           for (int j = 0; j < 4; ++j) {
             const int token = 16 * i + token_of(lane, j);
             c[i][tile][j] =
-                tokens >> token & 1 ? adjust(c[i][tile][j], tile, j & 1, token) : -INFINITY;
+                tokens >> token & 1 ? score_of(c[i][tile][j], tile, j & 1, token) : -INFINITY;
           }
         }
       }
+    };
+    if (!plain) {
+      // Without adjust(), which is long: code that is not in the instruction cache costs 1 us.
+      adjusts() ? mask(adjust) : mask([](float score, int, int, int) { return score; });
     }
     float largest[kUsed][2];
     bool higher = false;
@@ -433,17 +432,19 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     }
   }
   // kTokens tokens of a stage. `scales`: its scales (KvPipeline::scales()), used if kScaled.
-  // `tokens`: mask of the tokens to attend to. adjust(score, tile, j,
-  // token) returns the modified score in log2 units. `plain`: all tokens are visible to all rows
-  // and no score is modified; then adjust is not called.
-  template <typename Adjust>
+  // `tokens`: mask of the tokens to attend to. `plain`: these are all. adjust(score, tile, j,
+  // token) returns the modified score in log2 units. It is called if `adjusts` and not `plain`:
+  // rows see different tokens, or a score is modified.
+  template <typename Adjusts, typename Adjust>
   __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint32_t scales,
-                                       uint32_t tokens, bool plain, const Adjust& adjust,
-                                       const KvStageLayout& layout, int lane) {
+                                       uint32_t tokens, bool plain, const Adjusts& adjusts,
+                                       const Adjust& adjust, const KvStageLayout& layout,
+                                       int lane) {
     if constexpr (kTiles > 1) {
-      if (tiles == 1) return step_used<1>(key, value, scales, tokens, plain, adjust, layout, lane);
+      if (tiles == 1)
+        return step_used<1>(key, value, scales, tokens, plain, adjusts, adjust, layout, lane);
     }
-    step_used<kTiles>(key, value, scales, tokens, plain, adjust, layout, lane);
+    step_used<kTiles>(key, value, scales, tokens, plain, adjusts, adjust, layout, lane);
   }
 
   // Lanes l, l + 4, ... hold the same rows for different tokens. Completes the output, too.

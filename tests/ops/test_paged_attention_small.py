@@ -1,0 +1,77 @@
+"""Small batches: how they are split, and their last pages, which are not full."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_attention_cases import check, make_case, with_token_scales, with_token_zeros
+
+STORED = {
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
+# Whole sequences, splits for half of the SMs, and for all. Ends of pages and of stages.
+BATCHES = [
+    [1],
+    [255],
+    [257],
+    [300],
+    [385],
+    [513],
+    [700],
+    [1024],
+    [1500],
+    [2049],
+    [4000],
+    [70, 90, 500],
+    [50, 1000],
+    [700] * 3,
+    [200, 200, 200, 3000],
+    [100, 400, 100, 400],
+    [1, 1, 1, 1, 1, 1, 900],
+]
+
+
+def make(device, stored, lens, layout, head_size=128, **options):
+    int4 = stored == "int4"
+    case = make_case(
+        device, torch.bfloat16, lens, heads=32, kv_heads=8, head_size=head_size, block_size=16,
+        stored=torch.int8 if int4 else STORED[stored], layout=layout, **options,
+    )  # fmt: skip
+    return with_token_zeros(with_token_scales(case)) if int4 else case
+
+
+@pytest.mark.parametrize("layout", ["vllm", "NHD", "HND"])
+@pytest.mark.parametrize("stored", STORED)
+def test_batches(device, stored, layout):
+    for lens in BATCHES if device == "cuda" else BATCHES[::3]:
+        case = make(device, stored, lens, layout)
+        check(case)
+        # The host knows another bound on the lengths, so that a small batch may get more CTAs.
+        wide = case.block_tables.new_full((len(lens), 600), -1)
+        wide[:, : case.block_tables.shape[1]] = case.block_tables
+        case.block_tables = wide
+        check(case)
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 256])
+@pytest.mark.parametrize("stored", ["bf16", "e4m3"])
+def test_head_sizes(device, stored, head_size):
+    for lens in ([130], [200], [520], [777], [1500], [300] * 4, [90, 2000]):
+        check(make(device, stored, lens, "vllm", head_size))
+
+
+@pytest.mark.parametrize("stored", ["bf16", "e4m3"])
+def test_masks(device, stored):
+    """Rows that see different tokens, and scores that are modified, beside those that are not."""
+    slopes = torch.linspace(0.1, 1, 32, device=device)
+    for lens in ([7], [300], [40, 700]):
+        case = make(device, stored, lens, "NHD")
+        check(case.with_options(sliding_window=37))
+        check(case.with_options(softcap=15.0))
+        check(case.with_options(alibi_slopes=slopes))
+        check(make(device, stored, lens, "NHD", queries=[2] * len(lens)))
+        check(make(device, stored, lens, "NHD", queries=[2] * len(lens), sliding_window=37))
+        check(with_token_scales(make(device, "int8", lens, "NHD")))
