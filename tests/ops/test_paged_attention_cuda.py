@@ -154,7 +154,7 @@ def test_pieces_are_taken_back():
 
 @pytest.mark.parametrize(
     ("lens", "heads", "head_size"),
-    [([3000] * 3, 8, 64), ([9000], 32, 128), ([20000], 128, 128), ([20000], 256, 128)],
+    [([9000] * 3, 8, 64), ([9000], 32, 128), ([20000], 128, 128), ([20000], 256, 128)],
     ids=["few_pieces", "warps", "16_rows", "32_rows"],
 )
 def test_last_pieces_are_shorter(lens, heads, head_size):

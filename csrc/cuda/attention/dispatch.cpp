@@ -339,9 +339,7 @@ KernelChoice choose_simt(const PagedAttentionParams& p, const DeviceModel& devic
   constexpr int64_t kMaxGridY = 65535;
   const int64_t room =
       std::min({kDecodeStatsBytes / 8 / rows, kDecodeOutBytes / (head_size * 4) / rows, kMaxGridY});
-  const int64_t longest = p.sliding_window > 0 && p.window_right == 0
-                              ? std::min<int64_t>(p.max_seq_len, p.sliding_window)
-                              : p.max_seq_len;
+  const int64_t longest = seen_tokens(p);
   const int64_t splits = std::min(room, (longest + kSimtSplitTokens - 1) / kSimtSplitTokens);
   if (tiles < 4 * device.num_sms && tiles <= kMaxDecodeSlots && p.fixed_split_size == 0 &&
       splits >= 2) {

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "cuda/attention/common/heuristics.h"
+#include "cuda/attention/dispatch_splits.h"
 
 namespace vllm_kernels::cuda {
 
@@ -19,11 +20,10 @@ int heads_of_lines(const PagedAttentionParams& p, const DeviceModel& device) {
   if (!can) return 1;
   const int heads = kColumnBytes / std::gcd(kColumnBytes, kv.head_size);
   const int64_t tiles = int64_t{p.num_seqs} * kv.num_kv_heads / heads;
-  const int64_t longest =
-      p.sliding_window > 0 ? std::min<int64_t>(p.max_seq_len, p.sliding_window) : p.max_seq_len;
   const int min_tiles = kv.head_size > 128 ? kTilesOfLinesOfWideHeads : kTilesOfLines;
-  return kv.num_kv_heads % heads == 0 && tiles >= min_tiles && longest > kLengthOfShortLines ? heads
-                                                                                             : 1;
+  return kv.num_kv_heads % heads == 0 && tiles >= min_tiles && seen_tokens(p) > kLengthOfShortLines
+             ? heads
+             : 1;
 }
 
 void set_lines_shape(const PagedAttentionParams& p, const DeviceModel& device, int heads,

@@ -61,20 +61,24 @@ bool beats_decode(const PagedAttentionParams& p, const DeviceModel& device) {
   return tiles * widest <= tokens * static_cast<float>(device.num_sms);
 }
 
+int64_t seen_tokens(const PagedAttentionParams& p) {
+  const bool has_window = p.sliding_window > 0 && p.window_right == 0;
+  return has_window ? std::min<int64_t>(p.max_seq_len, p.sliding_window) : p.max_seq_len;
+}
+
 void set_decode_grid(const PagedAttentionParams& p, const DeviceModel& device,
                      KernelChoice& choice) {
   choice.grid.x = device.num_sms * choice.ctas_per_sm;
   // Only a launch that overlaps with the previous one gains.
   const bool overlaps = device.architecture >= 90 && !choice.multi_warp && !choice.halves_stages &&
-                        choice.ctas_per_sm == 1 && !p.concurrent;
+                        choice.ctas_per_sm == 1 && !p.concurrent &&
+                        rows_of(p, p.max_query_len) <= 8;
   if (!overlaps) return;
   choice.few_ctas = static_cast<uint8_t>(std::min(device.num_sms / 2, 255));
   const int64_t heads = p.kv.num_kv_heads, tiles = p.num_seqs * heads;
-  const int64_t bytes = tiles * p.max_seq_len * p.head_size() * size_of(p.kv.dtype);
-  if (p.fixed_split_size > 0 || tiles > choice.few_ctas ||
-      bytes > int64_t{choice.few_ctas} * kBytesOfSmallTile) {
-    return;
-  }
+  if (p.fixed_split_size > 0 || tiles > choice.few_ctas) return;
+  const int64_t bytes = tiles * seen_tokens(p) * p.head_size() * size_of(p.kv.dtype);
+  if (bytes > int64_t{choice.few_ctas} * kBytesOfSmallTile) return;
   // Sequences shorter than a split may add a work tile for each KV head.
   choice.grid.x =
       std::min<int64_t>(choice.grid.x, choice.few_ctas + std::max<int64_t>(0, tiles - heads));

@@ -1,5 +1,5 @@
-// What the host knows about splits. Whether prefill sm90 splits the keys of its work tiles, where
-// it can, and for how many CTAs decode splits a small batch. Host code, a part of dispatch.cpp.
+// What the host decides about splits: whether prefill sm90 splits the keys of its work tiles, and
+// the grid of decode. Host code, a part of dispatch.cpp.
 #pragma once
 #include "cuda/attention/common/kernel_choice.h"
 #include "cuda/base/device.h"
@@ -19,8 +19,10 @@ bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
 // slowly than memory gives them.
 bool beats_decode(const PagedAttentionParams& p, const DeviceModel& device);
 
-// Sets few_ctas and the grid of decode. A batch that is small at the bound on its lengths gets no
-// more CTAs than it may have work tiles.
+// The most tokens that a query token may see, by the bound on the lengths and by the window.
+int64_t seen_tokens(const PagedAttentionParams& p);
+
+// Sets few_ctas and the grid of decode. The grid of a batch that is surely small has few idle CTAs.
 void set_decode_grid(const PagedAttentionParams& p, const DeviceModel& device,
                      KernelChoice& choice);
 

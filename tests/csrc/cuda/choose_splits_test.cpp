@@ -185,32 +185,74 @@ TEST(ChooseKernel, EightBitCachesAreGathered) {
   EXPECT_EQ(choose_kernel(p, kDevices[2].model).main.kernel, AttentionKernel::kPrefillSm90);
 }
 
-// A small batch of single tokens gets CTAs for half of the SMs, and one for each work tile that
-// short sequences may add. A bound that makes it large gives it all SMs.
+// Small batches of single tokens get CTAs for half of the SMs. Short sequences may add work tiles,
+// which get CTAs, too. A bound that makes a batch large gives it all SMs.
 TEST(ChooseKernel, GridsOfSmallBatches) {
-  const auto grid = [](int seqs, int64_t tokens, DType dtype, int device = 2, int fixed = 0) {
-    PagedAttentionParams p = nhd_call(dtype, 128, 32);
+  const auto call = [](int seqs, int64_t tokens, DType dtype, int head_size = 128) {
+    PagedAttentionParams p = nhd_call(dtype, head_size, 32);
     set_queries(p, seqs, 1);
     p.max_seq_len = tokens;
-    p.fixed_split_size = fixed;
+    return p;
+  };
+  const auto grid = [](const PagedAttentionParams& p, int device = 2) {
     const KernelChoice choice = choose_kernel(p, kDevices[device].model).main;
-    EXPECT_EQ(choice.few_ctas, device == 0 ? 0 : 66);
+    const bool pairs = kDevices[device].model.architecture >= 90;
+    EXPECT_EQ(choice.few_ctas, pairs ? kDevices[device].model.num_sms / 2 : 0);
     return choice.grid.x;
   };
   const DType bf16 = DType::kBFloat16, e4m3 = DType::kFp8E4M3;
-  EXPECT_EQ(grid(1, 2000, bf16), 66);
-  EXPECT_EQ(grid(1, 3000, bf16), 132);
-  EXPECT_EQ(grid(1, 4096, e4m3), 66);
-  EXPECT_EQ(grid(1, 5000, e4m3), 132);
-  EXPECT_EQ(grid(2, 1000, bf16), 74);
-  EXPECT_EQ(grid(4, 500, bf16), 90);
-  EXPECT_EQ(grid(8, 128, bf16), 122);
-  EXPECT_EQ(grid(9, 16, bf16), 132);
-  EXPECT_EQ(grid(1, 2000, bf16, 0), 108);
-  EXPECT_EQ(grid(1, 2000, bf16, 2, 512), 132);
-  PagedAttentionParams p = nhd_call(e4m3, 128, 32);
-  set_queries(p, 20, 1);  // more query tiles than SMs
-  EXPECT_EQ(choose_kernel(p, kDevices[2].model).main.few_ctas, 0);
+  EXPECT_EQ(grid(call(1, 2376, bf16)), 66);  // 66 * 73728 bytes of K
+  EXPECT_EQ(grid(call(1, 2377, bf16)), 132);
+  EXPECT_EQ(grid(call(1, 4752, e4m3)), 66);
+  EXPECT_EQ(grid(call(1, 4753, e4m3)), 132);
+  EXPECT_EQ(grid(call(1, 4752, bf16, 64)), 66);
+  EXPECT_EQ(grid(call(1, 4753, bf16, 64)), 132);
+  EXPECT_EQ(grid(call(2, 1000, bf16)), 74);
+  EXPECT_EQ(grid(call(4, 500, bf16)), 90);
+  EXPECT_EQ(grid(call(8, 128, bf16)), 122);
+  EXPECT_EQ(grid(call(9, 16, bf16)), 132);
+  EXPECT_EQ(grid(call(1, 2000, bf16), 0), 108);
+  EXPECT_EQ(grid(call(1, 2000, bf16), 3), 74);
+  EXPECT_EQ(grid(call(1, 2000, bf16), 4), 85);
+  PagedAttentionParams p = call(1, 2000, bf16);
+  p.fixed_split_size = 512;
+  EXPECT_EQ(grid(p), 132);
+  p = call(1, 100000, bf16);
+  p.sliding_window = 2000;
+  EXPECT_EQ(grid(p), 66);
+}
+
+// These have no other grid, and are not split as small ones.
+TEST(ChooseKernel, DecodeThatIsNeverSmall) {
+  const auto few_ctas = [](const PagedAttentionParams& p) {
+    const KernelChoice choice = choose_kernel(p, kDevices[2].model).main;
+    EXPECT_TRUE(choice.kernel == AttentionKernel::kDecode) << describe(choice);
+    EXPECT_GE(choice.grid.x, 132);
+    return choice.few_ctas;
+  };
+  PagedAttentionParams p = nhd_call(DType::kFp8E4M3, 128, 32);
+  p.max_seq_len = 300;
+  set_queries(p, 16, 1);
+  EXPECT_GT(few_ctas(p), 0);
+  set_queries(p, 20, 1);  // two CTAs per SM
+  EXPECT_EQ(few_ctas(p), 0);
+  p = nhd_call(DType::kBFloat16, 256, 32);  // several warps a pipeline
+  p.max_seq_len = 300;
+  set_queries(p, 1, 4);
+  EXPECT_EQ(few_ctas(p), 0);
+  p = nhd_call(DType::kBFloat16, 128, 32);  // pages of one token, 16 rows in blocks of 8
+  p.max_seq_len = 300;
+  p.kv.block_size = 1;
+  set_queries(p, 1, 4);
+  set_strides(p.kv);
+  EXPECT_EQ(few_ctas(p), 0);
+  p = nhd_call(DType::kFp8E4M3, 256, 32);  // halved stages
+  p.max_seq_len = 300;
+  p.kv.layout = KvLayout::kVllm;
+  p.kv.block_size = 64;
+  set_queries(p, 4, 1);
+  set_strides(p.kv);
+  EXPECT_EQ(few_ctas(p), 0);
 }
 
 }  // namespace

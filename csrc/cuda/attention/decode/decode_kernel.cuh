@@ -3,7 +3,7 @@
 //   query      [num_tokens, num_heads, head_size], 16-bit
 //   cache      paged, 16-bit (the query's dtype), 8-bit, or int4
 //   out, lse   [num_tokens, num_heads, head_size], [num_tokens, num_heads]
-//   grid       one CTA per SM, or two; blockDim is up to 8 or 12 warps
+//   grid       one CTA per SM, or two, or fewer for small batches; blockDim is up to 8 or 12 warps
 //   work       tile_scheduler.cuh cuts it into work tiles, on the device
 //
 // Roles of warps: there is no separate producer. For work tiles of up to 8 query rows a consumer is

@@ -5,20 +5,20 @@
 // In form kLines it has several KV heads, and p.kv.num_kv_heads counts these groups. Its KV range
 // is a number of stages of stage_tokens() tokens. A query tile is one work tile, or several if it
 // is split. Its splits have almost equal lengths. Their partials are combined by the last CTA to
-// finish, or by the CTA of the last split (flag-in-data). Each CTA of the fixed grid takes work
+// finish, or by the CTA of the last split (flag-in-data). Each CTA of the grid takes work
 // tile blockIdx.x first, and then the next one that is left.
 //
 // Up to few_tiles query tiles are split into about one work tile per CTA. These are as many as
-// CTAs, or half as many in form kLines. A small batch is split for half of the CTAs (few_ctas), and
+// CTAs, or half as many in form kLines. A small batch is split for half of the SMs (few_ctas), and
 // very short sequences are not split (whole_stages). With more query tiles, equal shares gain
 // nothing: memory bandwidth is the limit, and a CTA's share of it grows when others are done. Then
 // only long query tiles are split. A split is at most a quarter of an SM's share, or half of it
 // with wgmma. Work tiles of long sequences come first, so that the last ones are short. Very short
 // ones are mixed with longer ones: a tail of only short ones would leave memory idle.
 //
-// The splits depend only on the batch's lengths, so a batch gives the same result every time. With
-// fixed_split_size they depend only on the sequence's own length, so the result is the same in any
-// batch.
+// The splits depend on the batch's lengths and on the host's bound on them, max_seq_len. So two
+// equal calls give the same result. With fixed_split_size they depend only on the sequence's own
+// length, so the result is the same in any batch.
 //
 // Each warp computes the schedule by itself, with one sequence per lane and 32 sequences per round.
 // That needs no barrier.
@@ -44,7 +44,7 @@ struct WorkShape {
   int min_split_stages;  // up to few_tiles: min stages of a split; a shorter one is not worth a CTA
   int combine_share;     // flag-in-data: stages less for the last split, which combines
   uint32_t few_ctas;     // a small batch is split for so many CTAs
-  float small_stages;    // it is small if its longest split then has up to so many stages
+  float small_stages;    // it is small if the longest split then has up to so many stages
   uint32_t whole_stages;  // if no sequence has more stages, none is split
   int slots;              // workspace slots for partials with semaphores
   bool may_flag_in_data;  // result of may_flag_in_data()
@@ -316,7 +316,8 @@ class TileScheduler {
           // The other splits take over at most about half a stage each. In a short split that would
           // be one stage more for a pipeline.
           share = fixed_split_stages_ > 0 ? 0 : min(shape.combine_share, work_tile.num_splits / 2);
-          if (work_tile.sequence.stages < 4 * shape.combine_share * work_tile.num_splits) share = 0;
+          const int least = kSmallBatches ? shape.combine_share : share;
+          if (work_tile.sequence.stages < 4 * least * work_tile.num_splits) share = 0;
         } else {
           query_tile = divide(local, work_tile.num_splits);
           work_tile.split = local - query_tile * work_tile.num_splits;

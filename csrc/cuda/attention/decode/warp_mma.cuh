@@ -432,9 +432,9 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     }
   }
   // kTokens tokens of a stage. `scales`: its scales (KvPipeline::scales()), used if kScaled.
-  // `tokens`: mask of the tokens to attend to. `plain`: these are all. adjust(score, tile, j,
-  // token) returns the modified score in log2 units. It is called if `adjusts` and not `plain`:
-  // rows see different tokens, or a score is modified.
+  // `tokens`: mask of the tokens to attend to. `plain`: all rows see all of them, and no score is
+  // modified. If not, adjusts() says whether rows see different tokens or scores are modified. Then
+  // adjust(score, tile, j, token) returns the score in log2 units.
   template <typename Adjusts, typename Adjust>
   __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint32_t scales,
                                        uint32_t tokens, bool plain, const Adjusts& adjusts,
