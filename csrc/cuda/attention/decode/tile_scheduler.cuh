@@ -316,8 +316,8 @@ class TileScheduler {
           // The other splits take over at most about half a stage each. In a short split that would
           // be one stage more for a pipeline.
           share = fixed_split_stages_ > 0 ? 0 : min(shape.combine_share, work_tile.num_splits / 2);
-          const int least = kSmallBatches ? shape.combine_share : share;
-          if (work_tile.sequence.stages < 4 * least * work_tile.num_splits) share = 0;
+          const int max_share = kSmallBatches ? shape.combine_share : share;
+          if (work_tile.sequence.stages < 4 * max_share * work_tile.num_splits) share = 0;
         } else {
           query_tile = divide(local, work_tile.num_splits);
           work_tile.split = local - query_tile * work_tile.num_splits;
