@@ -75,13 +75,11 @@ void set_decode_grid(const PagedAttentionParams& p, const DeviceModel& device,
                         rows_of(p, p.max_query_len) <= 8;
   if (!overlaps) return;
   choice.few_ctas = static_cast<uint8_t>(std::min(device.num_sms / 2, 255));
-  const int64_t heads = p.kv.num_kv_heads, tiles = p.num_seqs * heads;
-  if (p.fixed_split_size > 0 || tiles > choice.few_ctas) return;
-  const int64_t bytes = tiles * seen_tokens(p) * p.head_size() * size_of(p.kv.dtype);
-  if (bytes > int64_t{choice.few_ctas} * kBytesOfSmallTile) return;
-  // Sequences shorter than a split may add a work tile for each KV head.
-  choice.grid.x =
-      std::min<int64_t>(choice.grid.x, choice.few_ctas + std::max<int64_t>(0, tiles - heads));
+  const int64_t bytes = seen_tokens(p) * p.head_size() * size_of(p.kv.dtype);  // of a KV head
+  if (p.num_seqs == 1 && p.fixed_split_size == 0 && p.kv.num_kv_heads <= choice.few_ctas &&
+      p.kv.num_kv_heads * bytes <= int64_t{choice.few_ctas} * kBytesOfSmallTile) {
+    choice.grid.x = choice.few_ctas;
+  }
 }
 
 }  // namespace vllm_kernels::cuda

@@ -185,8 +185,7 @@ TEST(ChooseKernel, EightBitCachesAreGathered) {
   EXPECT_EQ(choose_kernel(p, kDevices[2].model).main.kernel, AttentionKernel::kPrefillSm90);
 }
 
-// Small batches of single tokens get CTAs for half of the SMs. Short sequences may add work tiles,
-// which get CTAs, too. A bound that makes a batch large gives it all SMs.
+// One sequence with a bound that makes it small gets CTAs for half of the SMs.
 TEST(ChooseKernel, GridsOfSmallBatches) {
   const auto call = [](int seqs, int64_t tokens, DType dtype, int head_size = 128) {
     PagedAttentionParams p = nhd_call(dtype, head_size, 32);
@@ -207,10 +206,7 @@ TEST(ChooseKernel, GridsOfSmallBatches) {
   EXPECT_EQ(grid(call(1, 4753, e4m3)), 132);
   EXPECT_EQ(grid(call(1, 4752, bf16, 64)), 66);
   EXPECT_EQ(grid(call(1, 4753, bf16, 64)), 132);
-  EXPECT_EQ(grid(call(2, 1000, bf16)), 74);
-  EXPECT_EQ(grid(call(4, 500, bf16)), 90);
-  EXPECT_EQ(grid(call(8, 128, bf16)), 122);
-  EXPECT_EQ(grid(call(9, 16, bf16)), 132);
+  EXPECT_EQ(grid(call(2, 100, bf16)), 132);
   EXPECT_EQ(grid(call(1, 2000, bf16), 0), 108);
   EXPECT_EQ(grid(call(1, 2000, bf16), 3), 74);
   EXPECT_EQ(grid(call(1, 2000, bf16), 4), 85);

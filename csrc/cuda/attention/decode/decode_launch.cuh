@@ -36,9 +36,11 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   if (choice.few_ctas > 0) {
     const int stage_values = p.head_size() << kShift;
     shape.work.few_ctas = choice.few_ctas;
-    const int small_values =
-        ctas < 2 * choice.few_ctas ? kBytesOfSmallTile / int{sizeof(Cache)} : kValuesOfSmallTile;
-    shape.work.small_stages = small_values / static_cast<float>(stage_values);
+    const bool bounded = ctas == choice.few_ctas;
+    const int small_bytes = bounded || (p.num_seqs == 1 && sizeof(Cache) == 2)
+                                ? kBytesOfSmallTile
+                                : kBytesOfSmallTile / kShareOfUnboundedTile;
+    shape.work.small_stages = static_cast<float>(small_bytes) / (stage_values * sizeof(Cache));
     shape.work.whole_stages =
         (sizeof(Cache) == 1 ? kValuesOfWholeTile8Bit : kValuesOfWholeTile) / stage_values;
   }
