@@ -76,8 +76,8 @@ void set_decode_grid(const PagedAttentionParams& p, const DeviceModel& device,
   if (!overlaps) return;
   choice.few_ctas = static_cast<uint8_t>(std::min(device.num_sms / 2, 255));
   const int64_t bytes = seen_tokens(p) * p.head_size() * size_of(p.kv.dtype);  // of a KV head
-  if (p.num_seqs == 1 && p.fixed_split_size == 0 && p.kv.num_kv_heads <= choice.few_ctas &&
-      p.kv.num_kv_heads * bytes <= int64_t{choice.few_ctas} * kBytesOfSmallTile) {
+  const int splits = choice.few_ctas / p.kv.num_kv_heads;
+  if (p.num_seqs == 1 && p.fixed_split_size == 0 && bytes <= int64_t{splits} * kBytesOfSmallTile) {
     choice.grid.x = choice.few_ctas;
   }
 }

@@ -22,7 +22,7 @@ bool beats_decode(const PagedAttentionParams& p, const DeviceModel& device);
 // The most tokens that a query token may see, by the bound on the lengths and by the window.
 int64_t seen_tokens(const PagedAttentionParams& p);
 
-// Sets few_ctas and the grid of decode, which is few_ctas for one sequence that is surely small.
+// Sets few_ctas and the grid of decode: few_ctas for one sequence that is small at the bound.
 void set_decode_grid(const PagedAttentionParams& p, const DeviceModel& device,
                      KernelChoice& choice);
 

@@ -200,12 +200,12 @@ TEST(ChooseKernel, GridsOfSmallBatches) {
     return choice.grid.x;
   };
   const DType bf16 = DType::kBFloat16, e4m3 = DType::kFp8E4M3;
-  EXPECT_EQ(grid(call(1, 2376, bf16)), 66);  // 66 * 73728 bytes of K
-  EXPECT_EQ(grid(call(1, 2377, bf16)), 132);
-  EXPECT_EQ(grid(call(1, 4752, e4m3)), 66);
-  EXPECT_EQ(grid(call(1, 4753, e4m3)), 132);
-  EXPECT_EQ(grid(call(1, 4752, bf16, 64)), 66);
-  EXPECT_EQ(grid(call(1, 4753, bf16, 64)), 132);
+  EXPECT_EQ(grid(call(1, 2304, bf16)), 66);  // 8 splits of 73728 bytes of K
+  EXPECT_EQ(grid(call(1, 2305, bf16)), 132);
+  EXPECT_EQ(grid(call(1, 4608, e4m3)), 66);
+  EXPECT_EQ(grid(call(1, 4609, e4m3)), 132);
+  EXPECT_EQ(grid(call(1, 4608, bf16, 64)), 66);
+  EXPECT_EQ(grid(call(1, 4609, bf16, 64)), 132);
   EXPECT_EQ(grid(call(2, 100, bf16)), 132);
   EXPECT_EQ(grid(call(1, 2000, bf16), 0), 108);
   EXPECT_EQ(grid(call(1, 2000, bf16), 3), 74);
@@ -216,6 +216,17 @@ TEST(ChooseKernel, GridsOfSmallBatches) {
   p = call(1, 100000, bf16);
   p.sliding_window = 2000;
   EXPECT_EQ(grid(p), 66);
+  // 40 KV heads: a split for 66 CTAs is none.
+  p = call(1, 288, bf16);
+  p.num_heads = p.kv.num_kv_heads = 40;
+  set_strides(p.kv);
+  EXPECT_EQ(grid(p), 66);
+  p.max_seq_len = 289;
+  EXPECT_EQ(grid(p), 132);
+  p.num_heads = p.kv.num_kv_heads = 80;
+  p.max_seq_len = 16;
+  set_strides(p.kv);
+  EXPECT_EQ(grid(p), 132);
 }
 
 // These have no other grid, and are not split as small ones.

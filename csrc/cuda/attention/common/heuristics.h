@@ -55,16 +55,16 @@ constexpr int kMinSplitTokens = 1024;
 constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;
 
 // Decode. A small batch is split for half of the SMs. Then the CTAs of two launches fit side by
-// side, and the next one starts early. A batch is small up to so many bytes of K in its longest
-// work tile, where int4 counts as 8 bits. Where the grid has a CTA for each SM, idle CTAs hold SMs.
-// There the limit is half of it, but not for one sequence in 16 bits. (decode/small_batches.md,
-// heads of 128. 1 x 2048: bf16 7.7 to 6.4 us, e4m3 7.5 to 5.7. With a CTA for each SM: 2 x 1024,
-// e4m3, 32768 bytes, 7.0 to 6.0; 2 x 2048, e4m3, 65536 bytes, 7.7 to 8.2; 1 x 2048, bf16,
-// 65536, 7.7 to 6.7; 4 x 384, bf16, 49152, 6.1 to 6.4.)
-constexpr int kBytesOfSmallTile = 73728, kShareOfUnboundedTile = 2;
-// Decode. If no sequence has more values of K, none is split. (The same page, heads of 128. bf16: 1
-// x 256 5.0 to 4.3 us; 1 x 384 4.6 to 5.2. e4m3: 1 x 256 5.0 to 4.2; 4 x 384 5.6 to 5.4; 1 x 512
-// 5.0 to 5.3.)
+// side, and the next one starts early. A batch is small if its longest work tile then has at most
+// kBytesOfSmallTile bytes of K. int4 counts as 8 bits. In a grid with a CTA for each SM, idle CTAs
+// hold SMs. There the limit is this divided by the second, but not for one sequence in 16 bits.
+// (decode/small_batches.md, heads of 128. 1 x 2048: bf16 7.7 to 6.4 us, e4m3 7.5 to 5.7. With a CTA
+// for each SM: 2 x 1024, e4m3, 32768 bytes, 7.0 to 6.0. 2 x 2048, e4m3, 65536, 7.7 to 8.2. 1 x
+// 2048, bf16, 65536, 7.7 to 6.7. 4 x 384, bf16, 49152, 6.1 to 6.4.)
+constexpr int kBytesOfSmallTile = 73728, kUnboundedDivisor = 2;
+// Decode. If no sequence has more values of K in a KV head (tokens x head size), none is split.
+// (The same page, heads of 128. bf16: 1 x 256 5.0 to 4.3 us, 1 x 384 4.6 to 5.2. e4m3: 1 x 256 5.0
+// to 4.3, 1 x 512 5.0 to 5.4.)
 constexpr int kValuesOfWholeTile = 32768, kValuesOfWholeTile8Bit = 49152;
 
 // Min length of a work tile whose first pages are prefetched into L2, as a multiple of its

@@ -39,7 +39,7 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
     const bool bounded = ctas == choice.few_ctas;
     const int small_bytes = bounded || (p.num_seqs == 1 && sizeof(Cache) == 2)
                                 ? kBytesOfSmallTile
-                                : kBytesOfSmallTile / kShareOfUnboundedTile;
+                                : kBytesOfSmallTile / kUnboundedDivisor;
     shape.work.small_stages = static_cast<float>(small_bytes) / (stage_values * sizeof(Cache));
     shape.work.whole_stages =
         (sizeof(Cache) == 1 ? kValuesOfWholeTile8Bit : kValuesOfWholeTile) / stage_values;

@@ -184,7 +184,7 @@ struct KeptIndices {
 };
 
 // kKept: max rounds of a batch whose indices a lane keeps in registers. kSmallBatches: whether
-// small ones are split for few_ctas.
+// small batches are split for few_ctas.
 template <int kKept, bool kSmallBatches>
 class TileScheduler {
  public:

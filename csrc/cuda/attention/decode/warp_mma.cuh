@@ -1,4 +1,4 @@
-// WarpMma: attention of 8 or 16 query rows over 16 or 32 tokens at a time, by mma.sync of a warp.
+// WarpMma: attention of 8 or 16 query rows over 16 or 32 tokens at a time, by one warp's mma.sync.
 //
 // Both matrix products are swapped (operands exchanged). Tokens and head dimensions fill the 16
 // rows of an m16n8k16, and the query rows fill its 8 columns:
@@ -352,7 +352,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       }
     };
     if (!plain) {
-      // Without adjust(), which is long: code that is not in the instruction cache costs 1 us.
+      // If possible, skip adjust(): its code is not in the instruction cache, which costs 1 us.
       adjusts() ? mask(adjust) : mask([](float score, int, int, int) { return score; });
     }
     float largest[kUsed][2];
