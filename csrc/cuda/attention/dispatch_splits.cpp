@@ -74,7 +74,7 @@ void set_decode_grid(const PagedAttentionParams& p, const DeviceModel& device,
                         choice.ctas_per_sm == 1 && !p.concurrent &&
                         rows_of(p, p.max_query_len) <= 8;
   if (!overlaps) return;
-  choice.few_ctas = static_cast<uint8_t>(std::min(device.num_sms / 2, 255));
+  choice.few_ctas = device.num_sms / 2;
   const int64_t bytes = seen_tokens(p) * p.head_size() * size_of(p.kv.dtype);  // of a KV head
   const int splits = choice.few_ctas / p.kv.num_kv_heads;
   if (p.num_seqs == 1 && p.fixed_split_size == 0 && bytes <= int64_t{splits} * kBytesOfSmallTile) {

@@ -77,9 +77,9 @@ struct KernelChoice {
   bool multi_warp = false;     // decode: several warps share a pipeline, each for some of the rows
   bool halves_stages = false;  // decode: stages of twice the tokens, which two warps share
   uint8_t kv_heads = 1;        // decode: of a work tile; the warps of a pipeline have one each
-  uint8_t few_ctas = 0;        // decode: CTAs for which a small batch is split; 0: no such split
   int warps = 0;               // of a CTA
   int ctas_per_sm = 1;
+  int few_ctas = 0;        // decode: CTAs for which a small batch is split; 0: no such split
   int stages = 0;          // of a pipeline
   int consumer_shift = 0;  // decode: log2 of the warps that share a pipeline; halves_stages: 0
   int warp_shift = 0;      // decode: log2 of the query rows of a warp
