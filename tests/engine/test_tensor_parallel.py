@@ -31,7 +31,8 @@ MODELS = ("llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "gpt_
 OPTIONS: dict[str, Any] = {
     "num_blocks": 160, "block_size": 8, "max_batch_size": 4, "max_batch_tokens": 24,
 }  # fmt: skip
-LIMIT = 3  # seconds that a collective may take
+LIMIT = 3  # seconds that a collective may take where a rank fails
+LIMITS = {"models": 100, "calls": 100}  # where none fails, on a busy machine
 DEVICES = [
     "cpu",
     pytest.param(
@@ -59,7 +60,7 @@ def start(
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env=os.environ | address | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
-                "VLLM_KERNELS_TP_TIMEOUT": str(LIMIT), "OMP_NUM_THREADS": "1",
+                "VLLM_KERNELS_TP_TIMEOUT": str(LIMITS.get(case, LIMIT)), "OMP_NUM_THREADS": "1",
             },
         )
         for rank in range(1 if torchrun else size)
@@ -77,7 +78,8 @@ def results(
         for process in processes:
             process.kill()
     paths = [folder / f"{case}.{rank}" for rank in range(size)]
-    assert paths[0].exists(), "\n".join(printed)[-4000:]
+    whole = paths[0].exists() and not (torchrun and processes[0].returncode)
+    assert whole, "\n".join(printed)[-9000:]
     lines = [path.read_text().splitlines() if path.exists() else [] for path in paths]
     return [[json.loads(line) for line in of_rank] for of_rank in lines]
 
@@ -179,7 +181,7 @@ def test_calls_of_two_ranks(tmp_path: Path, device: str) -> None:
             "Error: Engine: scheduler: expected the state of rank 0's, got another one: give equal "
             "options and tokenizers on all ranks"
         )
-    assert ranks[0]["limit"]["seconds"] > LIMIT  # as before
+    assert ranks[0]["limit"]["seconds"] > LIMITS["calls"]  # as before
     same = "make the same calls on every rank, or call follow() on all but rank 0"
     assert ranks[0]["other calls"]["error"] is None
     assert ranks[1]["other calls"]["error"] == (
