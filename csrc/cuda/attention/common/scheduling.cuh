@@ -27,15 +27,4 @@ __device__ __forceinline__ void wait_at_end(const PagedAttentionParams& p) {
   if (p.concurrent) wait_for_primary_kernel();
 }
 
-// a / b for a >= 0 and b > 0; fast where the quotient is small.
-__device__ __forceinline__ int divide(int a, int b) {
-  int quotient = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
-  int rest = a - quotient * b;
-#pragma unroll 1
-  for (; rest < 0; rest += b) --quotient;
-#pragma unroll 1
-  for (; rest >= b; rest -= b) ++quotient;
-  return quotient;
-}
-
 }  // namespace vllm_kernels::cuda

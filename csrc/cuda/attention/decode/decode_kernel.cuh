@@ -212,7 +212,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
           // With few work tiles, CTAs start while the primary kernel runs, and have time. With
           // many, starting all stages at once would delay the indices, which are requested after
           // them.
-          const bool few = count <= shape.work.few_ctas;
+          const bool few = count <= shape.work.splits.few_ctas;
           pipeline.prefetch(p.kv, shape.pipeline.stages, few);
           copies = pipeline.prepare_copies(p.kv, few ? shape.pipeline.stages : 1);
         }

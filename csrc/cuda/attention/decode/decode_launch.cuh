@@ -17,7 +17,6 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   constexpr int kTokens = (kHalves ? 32 : 16) * kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
   constexpr int kShift = kStageShift<kTokens>;
   const int ctas = static_cast<int>(choice.grid.x);
-  const int pipelines = choice.warps >> choice.consumer_shift >> kHalves;
   constexpr int kMaxStored = kMaxHeadSize / kValuesOf<Cache>;
   const PagedKv rows = rows_of_heads(p.kv, choice.kv_heads);
   DecodeShape shape;
@@ -28,24 +27,7 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   shape.combine_rows = choice.combine_rows;
   shape.fours = FastDivisor(p.head_size() / 4);
   shape.cap = score_cap(p.softcap);
-  shape.work = work_shape(p, choice.row_shift(), kShift, ctas, p.head_size());
-  // 16 tokens for each pipeline, or for each warp of lines and of halved stages.
-  const int readers = kHalves || kForm == KvForm::kLines ? choice.warps : pipelines;
-  shape.work.min_split_stages = std::max(1, readers >> (kShift - 4));
-  shape.work.combine_share = pipelines;
-  if (choice.few_ctas > 0) {
-    const int stage_values = p.head_size() << kShift;
-    shape.work.few_ctas = choice.few_ctas;
-    const bool bounded = ctas == choice.few_ctas;
-    const int small_bytes = bounded || (p.num_seqs == 1 && sizeof(Cache) == 2)
-                                ? kBytesOfSmallTile
-                                : kBytesOfSmallTile / kUnboundedDivisor;
-    shape.work.small_stages = static_cast<float>(small_bytes) / (stage_values * sizeof(Cache));
-    shape.work.whole_stages =
-        (sizeof(Cache) == 1 ? kValuesOfWholeTile8Bit : kValuesOfWholeTile) / stage_values;
-  }
-  shape.work.max_split_share = kMaxSplitShare * choice.ctas_per_sm;
-  if (kForm == KvForm::kLines) shape.work.few_tiles /= kCtasOfFewLines;
+  shape.work = work_shape(p, choice, kShift, p.head_size());
   check_shared_memory<kKernel>("paged_attention", choice);
   PagedAttentionParams params = p;
   params.kv.num_kv_heads /= choice.kv_heads;  // the scheduler counts groups of heads

@@ -382,19 +382,15 @@ void launch_decode_wgmma(const PagedAttentionParams& p, const KernelChoice& choi
                          const DecodeWorkspace& workspace, void* stream) {
   constexpr auto kKernel =
       paged_attention_decode_wgmma_kernel<Cache, kMaxHeadSize, kMaxTiles, kForm>;
-  constexpr int kConsumers = wgmma_consumers(kMaxTiles);
-  const int num_sms = current_device_model().num_sms;
   DecodeWgmmaShape shape;
   shape.cap = score_cap(p.softcap);
   set_stage_layout<Cache, kMaxHeadSize, kStageTokens, kForm>(p.kv, shape.pipeline,
                                                              shape.stage_layout);
   shape.pipeline.stages = choice.stages;
-  shape.work = work_shape(p, choice.row_shift(), kStageShift<kStageTokens>, num_sms, kMaxHeadSize);
-  shape.work.min_split_stages = shape.work.combine_share = kConsumers;
-  shape.work.max_split_share = kWgmmaMaxSplitShare;
+  shape.work = work_shape(p, choice, kStageShift<kStageTokens>, kMaxHeadSize);
   check_shared_memory<kKernel>("paged_attention", choice);
-  launch_kernel("paged_attention", kKernel, dim3(num_sms), dim3(cta_threads(kMaxTiles)),
-                choice.shared_bytes, stream, p, shape,
+  launch_kernel("paged_attention", kKernel, dim3(static_cast<unsigned>(choice.grid.x)),
+                dim3(cta_threads(kMaxTiles)), choice.shared_bytes, stream, p, shape,
                 kv_tensor_maps<Cache, kStageTokens, kForm>(p.kv, shape.pipeline.line_shift),
                 workspace);
 }

@@ -8,13 +8,9 @@
 // finish, or by the CTA of the last split (flag-in-data). Each CTA of the grid takes work
 // tile blockIdx.x first, and then the next one that is left.
 //
-// Up to few_tiles query tiles are split into about one work tile per CTA. These are as many as
-// CTAs, or half as many in form kLines. A small batch is split for half of the SMs (few_ctas), and
-// very short sequences are not split (whole_stages). With more query tiles, equal shares gain
-// nothing: memory bandwidth is the limit, and a CTA's share of it grows when others are done. Then
-// only long query tiles are split. A split is at most a quarter of an SM's share, or half of it
-// with wgmma. Work tiles of long sequences come first, so that the last ones are short. Very short
-// ones are mixed with longer ones: a tail of only short ones would leave memory idle.
+// split_rule.h says how many splits a query tile has. Work tiles of long sequences come first, so
+// that the last ones are short. Very short ones are mixed with longer ones: a tail of only short
+// ones would leave memory idle.
 //
 // The splits depend on the batch's lengths and on the host's bound on them, max_seq_len. So two
 // equal calls give the same result. With fixed_split_size they depend only on the sequence's own
@@ -29,6 +25,7 @@
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/scheduling.cuh"
 #include "cuda/attention/common/workspace.h"
+#include "cuda/attention/decode/split_rule.h"
 #include "cuda/base/fast_divmod.cuh"
 #include "cuda/base/ptx.cuh"
 #include "cuda/base/reduce.cuh"
@@ -37,19 +34,13 @@
 namespace vllm_kernels::cuda {
 
 struct WorkShape {
-  int group;             // query heads per KV head
-  int row_shift;         // log2 of the max query rows of an m_block
-  int stage_shift;       // log2 of the tokens of a stage
-  uint32_t few_tiles;    // up to so many query tiles are split into about one work tile per CTA
-  int min_split_stages;  // up to few_tiles: min stages of a split; a shorter one is not worth a CTA
-  int combine_share;     // flag-in-data: stages less for the last split, which combines
-  uint32_t few_ctas;     // a small batch is split for so many CTAs
-  float small_stages;    // it is small if the longest split then has up to so many stages
-  uint32_t whole_stages;  // if no sequence has more stages, none is split
+  int group;        // query heads per KV head
+  int row_shift;    // log2 of the max query rows of an m_block
+  int stage_shift;  // log2 of the tokens of a stage
+  SplitRule splits;
   int slots;              // workspace slots for partials with semaphores
   bool may_flag_in_data;  // result of may_flag_in_data()
   bool has_tree_mask;
-  float max_split_share;  // with more query tiles: largest split / a CTA's share
   FastDivisor group_divisor;
 
   __device__ __forceinline__ int rows() const { return 1 << row_shift; }
@@ -140,15 +131,15 @@ struct WorkTile {
 
 // Fills the fields that both decode kernels set alike. `padded`: head size of a partial's rows in
 // the workspace.
-inline WorkShape work_shape(const PagedAttentionParams& p, int row_shift, int stage_shift, int ctas,
-                            int padded) {
-  const int group = p.num_heads / p.kv.num_kv_heads;
+inline WorkShape work_shape(const PagedAttentionParams& p, const KernelChoice& choice,
+                            int stage_shift, int padded) {
+  const int group = p.num_heads / p.kv.num_kv_heads, row_shift = choice.row_shift();
   return {.group = group,
           .row_shift = row_shift,
           .stage_shift = stage_shift,
-          .few_tiles = static_cast<uint32_t>(ctas),
+          .splits = split_rule(p, choice, stage_shift),
           .slots = workspace_slots(row_shift, padded),
-          .may_flag_in_data = may_flag_in_data(ctas, row_shift, padded),
+          .may_flag_in_data = may_flag_in_data(static_cast<int>(choice.grid.x), row_shift, padded),
           .has_tree_mask = p.tree_mask.any(),
           .group_divisor = FastDivisor(group)};
 }
@@ -226,7 +217,9 @@ class TileScheduler {
       if (i + 1 == rounds) {
         query_tiles = __reduce_add_sync(0xffffffffu, query_tiles) * p.kv.num_kv_heads;
         longest_ = __reduce_max_sync(0xffffffffu, longest);
-        choose_splits(p, shape, __reduce_add_sync(0xffffffffu, stages), query_tiles);
+        splits_per_stage_ = splits_per_stage<kSmallBatches>(
+            shape.splits, {__reduce_add_sync(0xffffffffu, stages), longest_, query_tiles},
+            p.kv.num_kv_heads, gridDim.x, shape.stage_shift);
       }
     }
     num_tiles_ = __reduce_add_sync(0xffffffffu, work_tiles);
@@ -313,22 +306,16 @@ class TileScheduler {
           const int query_tiles = work_tile.sequence.m_blocks * heads;
           work_tile.split = divide(local, query_tiles);
           query_tile = local - work_tile.split * query_tiles;
-          // The other splits take over at most about half a stage each. In a short split that would
-          // be one stage more for a pipeline.
-          share = fixed_split_stages_ > 0 ? 0 : min(shape.combine_share, work_tile.num_splits / 2);
-          const int max_share = kSmallBatches ? shape.combine_share : share;
-          if (work_tile.sequence.stages < 4 * max_share * work_tile.num_splits) share = 0;
+          share = combine_share<kSmallBatches>(shape.splits, work_tile.sequence.stages,
+                                               work_tile.num_splits, fixed_split_stages_ > 0);
         } else {
           query_tile = divide(local, work_tile.num_splits);
           work_tile.split = local - query_tile * work_tile.num_splits;
         }
-        // The first `longer_splits` splits have one stage more.
-        const int stages = work_tile.sequence.stages + share;
-        const int min_stages = divide(stages, work_tile.num_splits);
-        const int longer_splits = stages - min_stages * work_tile.num_splits;
-        work_tile.stage = work_tile.split * min_stages + min(work_tile.split, longer_splits);
-        work_tile.stages = min_stages + (work_tile.split < longer_splits ? 1 : 0);
-        if (work_tile.split + 1 == work_tile.num_splits) work_tile.stages -= share;
+        const StageRange range = stages_of_split(work_tile.sequence.stages, work_tile.num_splits,
+                                                 work_tile.split, share);
+        work_tile.stage = range.first;
+        work_tile.stages = range.count;
       }
       work_tile.slot = static_cast<int>(index) - local + query_tile * work_tile.num_splits;
       work_tile.kv_head = query_tile;
@@ -361,33 +348,11 @@ class TileScheduler {
   __device__ __forceinline__ int splits_of_lane() const {
     if (fixed_split_stages_ > 0)
       return divide(work_.stages + fixed_split_stages_ - 1, fixed_split_stages_);
-    return max(1, static_cast<int>(static_cast<float>(work_.stages) * splits_per_stage_));
+    return splits_of(work_.stages, splits_per_stage_);
   }
   // Work tiles of one KV head of this lane's sequence.
   __device__ __forceinline__ uint32_t tiles_of_lane() const {
     return static_cast<uint32_t>(work_.m_blocks * splits_of_lane());
-  }
-  __device__ __forceinline__ void choose_splits(const PagedAttentionParams& p,
-                                                const WorkShape& shape, uint32_t stages,
-                                                uint32_t query_tiles) {
-    const float all = static_cast<float>(stages) * p.kv.num_kv_heads;
-    const float blocks = gridDim.x;
-    float split = __fdividef(all, blocks);
-    int min_split_stages = shape.min_split_stages;
-    if (query_tiles > shape.few_tiles) {
-      split *= shape.max_split_share;
-      min_split_stages = kMinSplitTokens >> shape.stage_shift;
-    }
-    const auto min_split = static_cast<float>(min_split_stages);
-    split = fmaxf(ceilf(split), min_split);
-    if (kSmallBatches && query_tiles <= shape.few_ctas) {
-      const float longest = longest_, few = shape.few_ctas;
-      const float longer = fmaxf(ceilf(__fdividef(all, few)), min_split);
-      const float splits = fmaxf(floorf(__fdividef(longest, longer)), 1.0f);
-      if (longest <= shape.small_stages * splits) split = longer;
-    }
-    splits_per_stage_ = __fdividef(1.0f, split);
-    if (kSmallBatches && longest_ <= shape.whole_stages) splits_per_stage_ = 0.0f;
   }
 
   Indices kept_;

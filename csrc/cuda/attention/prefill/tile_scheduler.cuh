@@ -25,6 +25,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "cuda/attention/common/divide.h"
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/scheduling.cuh"
 #include "cuda/attention/common/workspace.h"

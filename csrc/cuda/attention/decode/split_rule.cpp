@@ -1,0 +1,31 @@
+// split_rule(): what the host decides.
+#include "cuda/attention/decode/split_rule.h"
+
+#include <algorithm>
+
+namespace vllm_kernels::cuda {
+
+SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, int stage_shift) {
+  const bool is_wgmma = choice.kernel == AttentionKernel::kDecodeWgmma;
+  const bool is_lines = choice.form == KvForm::kLines;
+  const int ctas = static_cast<int>(choice.grid.x);
+  const int pipelines = is_wgmma ? choice.warps / 4 - 1
+                                 : choice.warps >> choice.consumer_shift >> choice.halves_stages;
+  // 16 tokens for each pipeline, or for each warp of lines and of halved stages.
+  const int readers = choice.halves_stages || is_lines ? choice.warps : pipelines;
+  SplitRule rule = {
+      .few_tiles = static_cast<uint32_t>(is_lines ? ctas / kCtasOfFewLines : ctas),
+      .min_split_stages = is_wgmma ? pipelines : std::max(1, readers >> (stage_shift - 4)),
+      .combine_share = pipelines,
+      .max_split_share = is_wgmma ? kWgmmaMaxSplitShare : kMaxSplitShare * choice.ctas_per_sm};
+  if (choice.few_ctas == 0) return rule;
+  const int element = size_of(p.kv.dtype), stage_values = p.head_size() << stage_shift;
+  const bool bounded = ctas == choice.few_ctas || (p.num_seqs == 1 && element == 2);
+  const int small_bytes = bounded ? kBytesOfSmallTile : kBytesOfSmallTile / kUnboundedDivisor;
+  rule.few_ctas = choice.few_ctas;
+  rule.small_stages = static_cast<float>(small_bytes) / static_cast<float>(stage_values * element);
+  rule.whole_stages = (element == 1 ? kValuesOfWholeTile8Bit : kValuesOfWholeTile) / stage_values;
+  return rule;
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,103 @@
+// How the decode kernels split query tiles (tile_scheduler.cuh says what these are).
+//
+// Up to few_tiles query tiles are split into about one work tile per CTA. These are as many as
+// CTAs, or half as many in form kLines. A small batch is split for half of the SMs (few_ctas), and
+// very short sequences are not split (whole_stages). With more query tiles, equal shares gain
+// nothing: memory bandwidth is the limit, and a CTA's share of it grows when others are done. Then
+// only long query tiles are split. A split is at most a quarter of an SM's share, or half of it
+// with wgmma.
+//
+// The device applies the rule, because only it knows the sequence lengths. The C++ tests apply it
+// on the host.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "cuda/attention/common/divide.h"
+#include "cuda/attention/common/heuristics.h"
+#include "cuda/attention/common/kernel_choice.h"
+#include "ops/paged_attention.h"
+
+namespace vllm_kernels::cuda {
+
+// What the host decides.
+struct SplitRule {
+  uint32_t few_tiles = 0;    // up to so many query tiles are split into about one work tile per CTA
+  int min_split_stages = 0;  // the fewest stages of a split then; a shorter one is not worth a CTA
+  int combine_share = 0;     // flag-in-data: stages less for the last split, which combines
+  uint32_t few_ctas = 0;     // a small batch is split for so many CTAs
+  float small_stages = 0;    // it is small if the longest split then has up to so many stages
+  uint32_t whole_stages = 0;  // if no sequence has more stages, none is split
+  float max_split_share = 0;  // with more query tiles: largest split / a CTA's share
+};
+
+// For a decode launch.
+SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, int stage_shift);
+
+// What the device knows of a batch.
+struct BatchStages {
+  uint32_t all;          // of the query tiles of one KV head
+  uint32_t longest;      // of a query tile
+  uint32_t query_tiles;  // of all KV heads
+};
+
+// Splits of a query tile per stage of it. `ctas`: of the grid. `stage_shift`: log2 of the tokens of
+// a stage.
+template <bool kSmallBatches>
+VLLM_KERNELS_HOST_DEVICE inline float splits_per_stage(const SplitRule& rule,
+                                                       const BatchStages& batch, int kv_heads,
+                                                       uint32_t ctas, int stage_shift) {
+  const float all = static_cast<float>(batch.all) * kv_heads;
+  float split = fast_quotient(all, static_cast<float>(ctas));
+  int min_split_stages = rule.min_split_stages;
+  if (batch.query_tiles > rule.few_tiles) {
+    split *= rule.max_split_share;
+    min_split_stages = kMinSplitTokens >> stage_shift;
+  }
+  const auto min_split = static_cast<float>(min_split_stages);
+  split = fmaxf(ceilf(split), min_split);
+  if (kSmallBatches && batch.query_tiles <= rule.few_ctas) {
+    const float longest = batch.longest, few = rule.few_ctas;
+    const float longer = fmaxf(ceilf(fast_quotient(all, few)), min_split);
+    const float splits = fmaxf(floorf(fast_quotient(longest, longer)), 1.0f);
+    if (longest <= rule.small_stages * splits) split = longer;
+  }
+  float result = fast_quotient(1.0f, split);
+  if (kSmallBatches && batch.longest <= rule.whole_stages) result = 0.0f;
+  return result;
+}
+
+// Splits of a query tile of `stages` stages.
+VLLM_KERNELS_HOST_DEVICE inline int splits_of(int stages, float splits_per_stage) {
+  return std::max(1, static_cast<int>(static_cast<float>(stages) * splits_per_stage));
+}
+
+// Stages that the last of `splits` splits has less than the others, because it combines. They take
+// over at most about half a stage each. In a short split that would be one stage more for a
+// pipeline. `fixed`: the splits have fixed_split_size.
+template <bool kSmallBatches>
+VLLM_KERNELS_HOST_DEVICE inline int combine_share(const SplitRule& rule, int stages, int splits,
+                                                  bool fixed) {
+  const int share = fixed ? 0 : std::min(rule.combine_share, splits / 2);
+  const int max_share = kSmallBatches ? rule.combine_share : share;
+  return stages < 4 * max_share * splits ? 0 : share;
+}
+
+struct StageRange {
+  int first, count;
+};
+
+// The stages of split `split` of `splits`. The last one has `share` less than the others.
+VLLM_KERNELS_HOST_DEVICE inline StageRange stages_of_split(int stages, int splits, int split,
+                                                           int share) {
+  const int shared = stages + share;
+  const int min_stages = divide(shared, splits);
+  const int longer_splits = shared - min_stages * splits;  // the first ones have one stage more
+  StageRange range = {.first = split * min_stages + std::min(split, longer_splits),
+                      .count = min_stages + (split < longer_splits ? 1 : 0)};
+  if (split + 1 == splits) range.count -= share;
+  return range;
+}
+
+}  // namespace vllm_kernels::cuda

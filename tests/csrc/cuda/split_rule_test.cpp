@@ -1,0 +1,194 @@
+// How decode splits batches of given lengths, by the rule that the device applies.
+#include "cuda/attention/decode/split_rule.h"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <numeric>
+#include <vector>
+
+#include "choose_kernel_cases.h"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+struct Splits {
+  std::vector<int> of;  // splits of each sequence's query tiles
+  int work_tiles;       // of all KV heads
+};
+
+// A decode step on an H200. `bound`: the host's bound on the lengths; 0: the longest one.
+Splits split(PagedAttentionParams p, const std::vector<int>& lens, int query_len = 1,
+             int bound = 0) {
+  p.num_seqs = static_cast<int>(lens.size());
+  p.max_query_len = query_len;
+  p.num_tokens = p.num_seqs * query_len;
+  p.max_seq_len = bound > 0 ? bound : *std::max_element(lens.begin(), lens.end());
+  const KernelChoice choice = choose_kernel(p, kDevices[2].model).main;
+  EXPECT_TRUE(choice.kernel == AttentionKernel::kDecode ||
+              choice.kernel == AttentionKernel::kDecodeWgmma);
+  const int tokens =
+      choice.kernel == AttentionKernel::kDecodeWgmma
+          ? kWgmmaStageTokens
+          : decode_stage_tokens(size_of(p.kv.dtype), choice.padded_head_size, choice.multi_warp)
+                << choice.halves_stages;
+  const int shift = std::countr_zero(static_cast<unsigned>(tokens));
+  const SplitRule rule = split_rule(p, choice, shift);
+  const int heads = p.kv.num_kv_heads / choice.kv_heads;
+  BatchStages batch = {};
+  for (const int len : lens) {
+    const uint32_t stages = (len + tokens - 1) / tokens;
+    batch.all += stages;
+    batch.longest = std::max(batch.longest, stages);
+  }
+  batch.query_tiles = p.num_seqs * heads;
+  const auto ctas = static_cast<uint32_t>(choice.grid.x);
+  const float per_stage = choice.few_ctas > 0
+                              ? splits_per_stage<true>(rule, batch, heads, ctas, shift)
+                              : splits_per_stage<false>(rule, batch, heads, ctas, shift);
+  Splits result = {};
+  for (const int len : lens) {
+    const int stages = (len + tokens - 1) / tokens, splits = splits_of(stages, per_stage);
+    result.of.push_back(splits);
+    result.work_tiles += splits * heads;
+  }
+  return result;
+}
+
+std::vector<int> times(int seqs, int len) {
+  return std::vector<int>(seqs, len);
+}
+
+constexpr DType kBf16 = DType::kBFloat16, kE4m3 = DType::kFp8E4M3;
+
+// Batches of decode/small_batches.md in docs/lab: heads of 128, 8 KV heads.
+TEST(SplitRule, SmallBatchesAreSplitForHalfOfTheSms) {
+  const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32), e4m3 = nhd_call(kE4m3, 128, 32);
+  EXPECT_EQ(split(e4m3, {2048}).work_tiles, 64);
+  EXPECT_EQ(split(e4m3, times(2, 1024)).work_tiles, 64);
+  EXPECT_EQ(split(e4m3, times(4, 512)).work_tiles, 64);
+  EXPECT_EQ(split(bf16, {2048}).work_tiles, 64);
+  // With a CTA for each SM the limit is lower, but not for one sequence in 16 bits.
+  EXPECT_EQ(split(e4m3, {4096}).work_tiles, 64);
+  EXPECT_EQ(split(e4m3, {4096}, 1, 100000).work_tiles, 128);
+  EXPECT_EQ(split(e4m3, {2048}, 1, 100000).work_tiles, 64);
+  EXPECT_EQ(split(bf16, {2048}, 1, 100000).work_tiles, 64);
+  // 72 query tiles are more than half of the SMs.
+  std::vector<int> lens = times(9, 128);
+  lens[2] = 1024;
+  EXPECT_EQ(split(e4m3, lens).of[2], 8);
+  lens.pop_back();
+  EXPECT_EQ(split(e4m3, lens).of[2], 4);
+}
+
+// If the splits would be too long, every SM has one.
+TEST(SplitRule, LongerBatchesAreSplitForAllSms) {
+  const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32), e4m3 = nhd_call(kE4m3, 128, 32);
+  EXPECT_EQ(split(e4m3, {4609}).work_tiles, 128);
+  EXPECT_EQ(split(e4m3, times(2, 2048)).work_tiles, 128);
+  EXPECT_EQ(split(bf16, {8192}).work_tiles, 128);
+  EXPECT_EQ(split(bf16, times(4, 512)).work_tiles, 128);
+  EXPECT_EQ(split(bf16, times(4, 384)).work_tiles, 96);  // 128 tokens are the fewest
+}
+
+TEST(SplitRule, VeryShortSequencesAreWhole) {
+  const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32), e4m3 = nhd_call(kE4m3, 128, 32);
+  EXPECT_EQ(split(bf16, {256}).of, times(1, 1));
+  EXPECT_EQ(split(bf16, {272}).of, times(1, 2));
+  EXPECT_EQ(split(e4m3, {384}).of, times(1, 1));
+  EXPECT_EQ(split(e4m3, {416}).of, times(1, 3));
+  EXPECT_EQ(split(nhd_call(kBf16, 64, 32), {512}).of, times(1, 1));
+  // Beside a longer one they are split as long ones are.
+  EXPECT_EQ(split(bf16, {256, 300}).of, (std::vector{2, 2}));
+}
+
+// With many query tiles a split has a quarter of an SM's share, and 1024 tokens at least.
+TEST(SplitRule, OfManyTilesOnlyLongOnesAreSplit) {
+  const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32);
+  EXPECT_EQ(split(bf16, times(64, 4096)).of, times(64, 1));
+  std::vector<int> lens = times(64, 1024);
+  lens[7] = 65536;
+  const Splits splits = split(bf16, lens);
+  EXPECT_EQ(splits.of[0], 1);
+  const int share = 8 * std::accumulate(lens.begin(), lens.end(), 0) / 132;
+  EXPECT_EQ(splits.of[7], 65536 / (share / 4 + 1));
+  lens = times(64, 600);
+  lens[7] = 4096;
+  EXPECT_EQ(split(bf16, lens).of[7], 4);
+  // Two CTAs per SM: half of a CTA's share is a quarter of the SM's.
+  lens = times(34, 1024);
+  lens[7] = 65536;
+  EXPECT_EQ(split(nhd_call(kE4m3, 128, 32), lens).of[7], 42);
+}
+
+// A split of halved stages has 16 tokens for each warp.
+TEST(SplitRule, HalvedStagesAreSplitByWarps) {
+  PagedAttentionParams p = nhd_call(kE4m3, 256, 32);
+  p.kv.layout = KvLayout::kVllm;
+  p.kv.block_size = 64;
+  set_strides(p.kv);
+  EXPECT_EQ(split(p, times(4, 256)).of[0], 2);
+}
+
+TEST(SplitRule, WgmmaSplitsTwiceAsLong) {
+  std::vector<int> lens = times(64, 1024);
+  lens[7] = 65536;
+  const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32);
+  EXPECT_EQ(split(bf16, lens, 4).of[7], split(bf16, lens).of[7] / 2);
+  // Three stages of 64 tokens are the fewest, and 1024 tokens are 5 splits.
+  EXPECT_EQ(split(bf16, {1024}, 4).of, times(1, 5));
+}
+
+// Form kLines: eight KV heads of 80 are one query tile, and more than 66 count as many.
+TEST(SplitRule, LinesAreFewUpToHalfOfTheCtas) {
+  const PagedAttentionParams lines = nhd_call(kE4m3, 80, 32);
+  EXPECT_EQ(split(lines, times(66, 8192)).of[0], 2);
+  EXPECT_EQ(split(lines, times(67, 8192)).of[0], 7);
+  EXPECT_EQ(split(lines, times(67, 2000)).of[0], 1);
+}
+
+// The splits of a query tile cover it, differ by one stage at most, and are not empty.
+TEST(SplitRule, RangesCoverAllStages) {
+  for (const int share : {0, 1, 3}) {
+    for (int stages = 1; stages < 200; ++stages) {
+      for (int splits = std::max(1, 2 * share); splits * (share + 1) <= stages; ++splits) {
+        int end = 0, shortest = stages, longest = 0;
+        for (int i = 0; i < splits; ++i) {
+          const StageRange range = stages_of_split(stages, splits, i, share);
+          ASSERT_EQ(range.first, end) << stages << " " << splits << " " << share;
+          end += range.count;
+          const int count = range.count + (i + 1 == splits ? share : 0);
+          shortest = std::min(shortest, count);
+          longest = std::max(longest, count);
+          ASSERT_GT(range.count, 0);
+        }
+        ASSERT_EQ(end, stages);
+        ASSERT_LE(longest - shortest, 1);
+      }
+    }
+  }
+}
+
+// The last split is shorter only if that is a quarter of it at most.
+TEST(SplitRule, ShareOfTheSplitThatCombines) {
+  const SplitRule rule = {.combine_share = 8};
+  EXPECT_EQ(combine_share<true>(rule, 16 * 32, 16, false), 8);
+  EXPECT_EQ(combine_share<true>(rule, 16 * 32 - 1, 16, false), 0);
+  EXPECT_EQ(combine_share<true>(rule, 1000, 16, true), 0);
+  EXPECT_EQ(combine_share<true>(rule, 1000, 4, false), 2);
+  // Other kernels compare with the share itself.
+  EXPECT_EQ(combine_share<false>(rule, 4 * 8, 4, false), 2);
+  EXPECT_EQ(combine_share<true>(rule, 4 * 8, 4, false), 0);
+  EXPECT_EQ(combine_share<false>(rule, 4 * 8 - 1, 4, false), 0);
+}
+
+TEST(SplitRule, IntegerDivision) {
+  for (const int b : {1, 2, 3, 7, 8, 1000, 123457}) {
+    for (const int a : {0, 1, 6, 7, 8, 9, 999, 1000, 16777215, 16777217, 100000001}) {
+      EXPECT_EQ(divide(a, b), a / b);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace vllm_kernels::cuda
