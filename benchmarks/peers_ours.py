@@ -107,8 +107,9 @@ def _varlen(w):
 
     def call(i):
         return vk.varlen_attention(
-            w.q, keys[i], values[i], w.cu, w.cuk, max_query_len=w.maxq, scale=w.scale, out=out
-        )
+            w.q, keys[i], values[i], w.cu, w.cuk, max_query_len=w.maxq, max_key_len=w.maxk,
+            scale=w.scale, out=out,
+        )  # fmt: skip
 
     return call
 

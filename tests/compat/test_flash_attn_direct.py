@@ -8,7 +8,7 @@ from flash_attn_cases import FA2, Paged, near, random, starts_of, table_name
 from helpers import ints
 
 import vllm_kernels
-from vllm_kernels.compat import _direct
+from vllm_kernels.compat import _attention, _direct
 from vllm_kernels.engine.op_counter import OpCounter
 
 BF16 = torch.bfloat16
@@ -69,6 +69,27 @@ def test_common_calls_are_one_op(fa, device, monkeypatch, default_device):
                 near(call(), got)
     finally:
         torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_the_longest_keys_are_passed_on(fa, device, monkeypatch, is_direct):
+    """max_seqlen_k, by which kernels are chosen. A negative one counts as not known."""
+    rows = random(3, 12, 2, 64, device=device, dtype=BF16).unbind()
+    starts = starts_of([5, 7], device)
+    given = []
+    if is_direct:
+        op = _direct._varlen
+        monkeypatch.setattr(_direct, "_varlen", lambda *a: given.append(a[9]) or op(*a))
+    else:
+        op = _attention.varlen_attention
+        monkeypatch.setattr(_direct, "varlen", lambda *_: None)
+        monkeypatch.setattr(
+            _attention, "varlen_attention",
+            lambda *a, **options: given.append(options["max_key_len"]) or op(*a, **options),
+        )  # fmt: skip
+    for longest in (7, None, -1):
+        fa.flash_attn_varlen_func(*rows, starts, starts, 7, longest, causal=True)
+    assert given == [7, 0, -1 if is_direct else 0]  # a direct call of -1 is refused
 
 
 def test_plain_decode_is_one_op(device):

@@ -44,7 +44,7 @@ def rows_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return key, value, ints([0, *lens], case.query.device).cumsum(0).int()
 
 
-def check_varlen(case: Case, **options: object) -> bool:
+def check_varlen(case: Case, max_key_len: int = 0, **options: object) -> bool:
     """The sequences of a case of layout NHD, with contiguous keys. Returns whether an e4m3 query is
     multiplied as it is."""
     device, (key, value, key_starts) = case.query.device, rows_of(case)
@@ -52,6 +52,7 @@ def check_varlen(case: Case, **options: object) -> bool:
     names = "k_scale", "v_scale", "q_scale"
     options |= {name: case.options[name] for name in names if name in case.options}
     call = {"max_query_len": case.max_query_len, "out": case.unset_out(), "return_lse": True}
+    call["max_key_len"] = max_key_len
     arguments, op = (case.query, key, value, *starts), vllm_kernels.varlen_attention
     in_8_bits = device.type == "cuda" and IN_8_BITS in vllm_kernels.explain(
         op, *arguments, **call, **options

@@ -185,6 +185,16 @@ def test_contiguous_keys(options):
     assert check_varlen(case, **options) == ON_HOPPER
 
 
+@pytest.mark.parametrize("stored", [None, E4M3])
+def test_the_longest_of_contiguous_keys(stored):
+    """If the host knows it, keys of unequal lengths are split. A wrong one changes no result."""
+    case = make([11000, *15 * [300]], 16 * [16], layout="NHD", stored=stored)
+    for longest in (0, 1, 300, 11000, 2**40):
+        check_varlen(case, longest)
+    if ON_HOPPER:  # other bits show that it is split
+        assert not torch.equal(varlen(case), varlen(case, max_key_len=11000))
+
+
 @pytest.mark.parametrize("stored", [E4M3, torch.int8])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_contiguous_8_bit_keys(head_size, stored):

@@ -45,12 +45,14 @@ class Case:
     key_start_loc: Tensor
     options: dict[str, object] = field(default_factory=dict)
     max_query_len: int | None = None
+    max_key_len: int | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.query, self.key, self.value, self.query_start_loc, self.key_start_loc
 
     def run(self, **options: object) -> Tensor | tuple[Tensor, Tensor]:
-        options = {**self.options, "max_query_len": self.max_query_len, **options}
+        lens = {"max_query_len": self.max_query_len, "max_key_len": self.max_key_len}
+        options = {**self.options, **lens, **options}
         return vllm_kernels.varlen_attention(*self.tensors(), **options)
 
     def naive(self) -> tuple[Tensor, Tensor]:
@@ -115,7 +117,7 @@ def check(case: Case) -> None:
     torch.ops.vllm_kernels.varlen_attention(
         made, None, *case.tensors(), **options, window_left=window[0],
         window_right=0 if causal else window[1], max_query_len=case.max_query_len or len(got),
-        zero_unowned=True,
+        zero_unowned=True, max_key_len=case.max_key_len or 0,
     )  # fmt: skip
     assert torch.equal(made[rows], got[rows]) and torch.equal(case.run(), made)
     for nobody in (slice(0, rows.start), slice(rows.stop, None)):
@@ -334,6 +336,13 @@ def test_fixed_split_size(device, dtype):
         assert torch.equal(alone, in_batch[first : first + len(alone)])
 
 
+def test_max_key_len_is_a_hint(device, dtype):
+    """Results are right with every value."""
+    case = make(device, dtype, [9, 16, 0, 16], [2100, 40, 7, 1300])
+    for longest in (None, 0, 1, 40, 2100, 2**40):
+        check(replace(case, max_key_len=longest))
+
+
 @pytest.mark.parametrize("queries", [[], [0, 0]], ids=["no_sequence", "no_token"])
 def test_empty(device, dtype, queries):
     case = make(device, dtype, queries, [4] * len(queries))
@@ -375,6 +384,7 @@ def test_bad_input(device):
          r"k_scale: expected a float32 tensor of one element or \[num_kv_heads\], got 0\.5$"),
         ({"k_scale": one}, r"k_scale: expected None: only 8-bit caches have scales, this one is "),
         ({"max_query_len": -1}, r"max_query_len: expected a length >= 0, got -1$"),
+        ({"max_key_len": -1}, r"max_key_len: expected a length >= 0 \(0: not known\), got -1$"),
         ({"fixed_split_size": -1}, r"fixed_split_size: expected a number of tokens >= 0 \(0: as "),
         ({"workspace": one}, r"workspace: expected uint8, got float32"),
         ({"out": q}, r"out and query overlap in memory$"),
@@ -420,7 +430,7 @@ def test_opcheck_and_compile(device):
     out, lse = case.run(return_lse=True)
     opcheck(
         "varlen_attention", torch.empty_like(out), torch.empty_like(lse), *case.tensors(), 0.125,
-        None, -1, 0, 0.0, case.options["sinks"], None, None, 4, None,
+        None, -1, 0, 0.0, case.options["sinks"], None, None, 4, None, False, None, 0, 40,
     )  # fmt: skip
     assert_compiles(lambda: case.run(return_lse=True))
     compiled = torch.compile(lambda: case.run(return_lse=True), fullgraph=True, backend="aot_eager")
@@ -437,11 +447,11 @@ def test_the_op_that_makes_its_result(device, dtype):
     query, key = torch.randn(7, 8, 64), torch.randn(7, 2, 64)  # every token has an owner
     starts = torch.tensor([0, 3, 7], dtype=torch.int32)
     plain = [x.to(device) for x in (query.to(dtype), key.to(dtype), key.to(dtype), starts, starts)]
-    torch.library.opcheck(op, (*plain, 4, 0.125, -1, 0, 0.0, sinks))
+    torch.library.opcheck(op, (*plain, 4, 0.125, -1, 0, 40, 0.0, sinks))
     for given, options in (
         ((), {}),
         (
-            (0.25, 3, 0, 2.0, sinks),
+            (0.25, 3, 0, 40, 2.0, sinks),
             {"scale": 0.25, "window": (3, 0), "softcap": 2.0, "sinks": sinks},
         ),
         ((None, -1, 2), {"causal": False, "window": (-1, 2)}),

@@ -104,7 +104,8 @@ def varlen(
         words = _PAGES | {"seq_lens": "cu_seqlens_k.diff()"}
         out, lse = paged(q, k, v, table, lens, cu_seqlens_q, max_seqlen_q, options, words)
     elif seqused_k is None:
-        out, lse = ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
+        longest = max(0, int(max_seqlen_k or 0))
+        out, lse = ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, longest, options)
     else:
         if max_seqlen_k is None:
             raise _no_longest(name, "max_seqlen_k")
@@ -135,6 +136,7 @@ def ragged(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
+    max_seqlen_k: int,
     options: Options,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`varlen` of shapes that were checked, and int32 starts, but lse [T, H]."""
@@ -159,8 +161,9 @@ def ragged(
             result = varlen_attention(
                 q, k, v, starts_q, starts_k, scale=scale, causal=False, window=window,
                 alibi_slopes=mine["alibi_slopes"], softcap=options.softcap, sinks=sinks,
-                k_scale=k_scale, v_scale=v_scale, max_query_len=int(max_seqlen_q), out=shared,
-                return_lse=options.returns_lse, q_scale=q_scale,
+                k_scale=k_scale, v_scale=v_scale, max_query_len=int(max_seqlen_q),
+                max_key_len=max_seqlen_k, out=shared, return_lse=options.returns_lse,
+                q_scale=q_scale,
             )  # fmt: skip
         except Error as error:
             raise renamed(error, options.function, _RAGGED) from None
@@ -445,5 +448,5 @@ def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Te
     (batch, length), keys = q.shape[:2], k.shape[1]
     starts = [_even_starts(batch, count, q.device) for count in (length, keys)]
     rows = [x.flatten(0, 1) for x in (q, k, v)]
-    out, lse = ragged(rows[0], rows[1], rows[2], starts[0], starts[1], length, options)
+    out, lse = ragged(rows[0], rows[1], rows[2], starts[0], starts[1], length, keys, options)
     return _by_batch(out, lse, batch, length)

@@ -85,6 +85,7 @@ def varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
+    max_seqlen_k: int | None,
     scale: float | None,
     causal: bool,
     window: Window,
@@ -95,8 +96,8 @@ def varlen(
     if modes_are_on() and may_skip_modes():
         with DisableTorchFunction():
             return varlen(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, scale, causal, window, softcap,
-                sinks,
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal,
+                window, softcap, sinks,
             )  # fmt: skip
     try:
         if not _may_be_direct(q, k, v, sinks):
@@ -107,7 +108,7 @@ def varlen(
             more = (softcap, None if sinks is None else sinks.float())
         return _varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, scale, left if left >= 0 else -1,
-            0 if causal else right if right >= 0 else -1, *more,
+            0 if causal else right if right >= 0 else -1, max_seqlen_k or 0, *more,
         )  # fmt: skip
     except (RuntimeError, TypeError, ValueError):
         return None

@@ -127,7 +127,7 @@ def flash_attn_varlen_func(
             the last one's end. A query that no sequence has gives 0.
         max_seqlen_q: a bound on a sequence's queries. A CPU refuses longer ones; CUDA gives the
             queries past it 0.
-        max_seqlen_k: not looked at.
+        max_seqlen_k: the most keys of a sequence; a hint. Kernels are chosen by it.
         block_table: [B, width] int32 or int64: k and v are then pages [blocks, page, Hk, D].
         return_attn_probs: returns (out, lse [H, T], None).
 
@@ -147,8 +147,8 @@ def flash_attn_varlen_func(
     if not (dropout_p or alibi_slopes is not None or return_attn_probs):
         direct = (
             _direct.varlen(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal,
-                window_size, softcap, s_aux,
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+                causal, window_size, softcap, s_aux,
             )
             if block_table is None
             else _direct.with_kvcache(
@@ -164,7 +164,7 @@ def flash_attn_varlen_func(
         returns_lse=return_attn_probs,
     )  # fmt: skip
     out, lse = _attention.varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options, block_table=block_table
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options, None, max_seqlen_k, block_table
     )
     return _result(out, lse)
 

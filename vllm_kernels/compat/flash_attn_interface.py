@@ -129,8 +129,8 @@ def flash_attn_varlen_func(
         and not return_attn_probs and not return_softmax_lse
     ):  # fmt: skip
         direct = _direct.varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, window_size,
-            softcap, s_aux if sinks is None else sinks,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+            window_size, softcap, s_aux if sinks is None else sinks,
         )  # fmt: skip
         if direct is not None:
             return direct

@@ -41,6 +41,7 @@ def varlen_attention(
     k_scale: Tensor | None = ...,
     v_scale: Tensor | None = ...,
     max_query_len: int | None = ...,
+    max_key_len: int | None = ...,
     out: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     workspace: Tensor | None = ...,
@@ -66,6 +67,7 @@ def varlen_attention(
     k_scale: Tensor | None = ...,
     v_scale: Tensor | None = ...,
     max_query_len: int | None = ...,
+    max_key_len: int | None = ...,
     out: Tensor | None = ...,
     return_lse: Literal[True],
     workspace: Tensor | None = ...,
@@ -91,6 +93,7 @@ def varlen_attention(
     k_scale: Tensor | None = ...,
     v_scale: Tensor | None = ...,
     max_query_len: int | None = ...,
+    max_key_len: int | None = ...,
     out: Tensor | None = ...,
     return_lse: bool,
     workspace: Tensor | None = ...,
@@ -115,6 +118,7 @@ def varlen_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     max_query_len: int | None = None,
+    max_key_len: int | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
     workspace: Tensor | None = None,
@@ -148,6 +152,8 @@ def varlen_attention(
         k_scale, v_scale: for 8-bit keys and values, as :func:`paged_attention` has them.
         scale, alibi_slopes, softcap, sinks, max_query_len, out, return_lse, workspace, q_scale:
             likewise. That also says in which precision an 8-bit query is multiplied.
+        max_key_len: the most keys of a sequence, if known. Only the speed on CUDA depends on it:
+            few query tokens on keys of unequal lengths are faster with it.
         fixed_split_size: 0: the batch decides whether parts of a GPU share the keys of a sequence.
             Otherwise none do, and a sequence gives the same bits in every batch with the same
             max_query_len (:func:`paged_attention` has it with a number of tokens).
@@ -195,8 +201,9 @@ def varlen_attention(
         zero_unowned = out is None
         if out is None:
             out = empty_out(query)
-        is_plain = q_scale is None and fixed_split_size == 0
-        rest = () if is_plain else (q_scale, fixed_split_size)  # fewer arguments cost less
+        is_plain = q_scale is None and fixed_split_size == 0 and not max_key_len
+        # Fewer arguments cost less.
+        rest = () if is_plain else (q_scale, fixed_split_size, max_key_len or 0)
         op(
             out, lse, query, key, value, query_start_loc, key_start_loc, scale, alibi_slopes,
             window[0], 0 if causal else window[1], softcap, sinks, k_scale, v_scale, max_query_len,

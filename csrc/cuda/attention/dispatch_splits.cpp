@@ -14,8 +14,12 @@ int64_t rows_of(const PagedAttentionParams& p, int64_t query_len) {
   return query_len * (p.num_heads / p.kv.num_kv_heads);
 }
 
+bool estimates_longest(const PagedAttentionParams& p) {
+  return p.key_start_loc != nullptr && p.max_key_len == 0;
+}
+
 // Work tiles of a batch and the tokens that the widest may see, as the host estimates them. Of
-// contiguous keys only the sum of the lengths is known.
+// contiguous keys only the sum of the lengths may be known.
 struct PrefillWork {
   float tiles, tiles_of_longest, widest;
 };
@@ -25,7 +29,11 @@ PrefillWork prefill_work(const PagedAttentionParams& p) {
     return (rows_of(p, query_len) + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
   };
   auto widest = static_cast<float>(p.max_seq_len);
-  if (p.key_start_loc != nullptr) widest /= static_cast<float>(std::min<int64_t>(seqs, kSkew));
+  if (estimates_longest(p)) {
+    widest /= static_cast<float>(std::min<int64_t>(seqs, kSkew));
+  } else if (p.key_start_loc != nullptr) {
+    widest = std::min(widest, static_cast<float>(p.max_key_len));
+  }
   if (p.sliding_window > 0) widest = std::min(widest, p.sliding_window + float{kPrefillTileRows});
   return {static_cast<float>(seqs * tiles_of((p.num_tokens + seqs - 1) / seqs)),
           static_cast<float>(tiles_of(p.max_query_len)), widest};
@@ -39,7 +47,7 @@ bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
   const auto ctas = static_cast<float>(device.num_sms);
   const float whole = split_time(tiles, widest, widest, 1, ctas);
   const bool dequantizes = size_of(p.kv.dtype) == 1 && !has_8_bit_products;
-  const bool is_costly = p.key_start_loc != nullptr && dequantizes;
+  const bool is_costly = estimates_longest(p) && dequantizes;
   if (!is_costly && p.num_seqs > 1 && p.num_seqs <= kUnequalSeqs && whole >= kTimeOfUnequalSplits &&
       widest >= kUnequalTokens && tiles <= kUnequalRounds * ctas && 2 * tiles_of_longest <= ctas) {
     return true;

@@ -9,8 +9,9 @@ namespace vllm_kernels::cuda {
 
 // Whether splits may pay. The device decides by the lengths, of which the host has the longest.
 // Equal ones may gain. So may unequal ones if the longest is long, but its tiles are too few for
-// all SMs. The longest of contiguous keys is estimated. Over 8-bit ones an error costs 5%, unless
-// products have 8 bits. (prefill/splits.md, c_b32_n4_fp8, contiguous: 170 to 178 us.)
+// all SMs. The longest of contiguous keys is estimated if the caller does not give it. Over 8-bit
+// ones an error costs 5%, unless products have 8 bits. (prefill/splits.md, c_b32_n4_fp8,
+// contiguous: 170 to 178 us.)
 bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
                      bool has_8_bit_products);
 

@@ -41,7 +41,7 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                       int64_t max_query_len, const std::optional<Tensor>& workspace,
                       bool zero_unowned, const std::optional<Tensor>& q_scale,
-                      int64_t fixed_split_size) {
+                      int64_t fixed_split_size, int64_t max_key_len) {
   Expect expect("varlen_attention");
   Size head_size("head_size");
   Arguments read, written;
@@ -60,6 +60,8 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
   params.sliding_window = left_window(expect, window_left);
   params.window_right = right_window(expect, window_right);
   params.fixed_split_size = split_size(expect, fixed_split_size);
+  params.max_key_len = number_of_tokens(expect, max_key_len, 0,
+                                        "max_key_len: expected a length >= 0 (0: not known)");
   void* scratch = read_workspace(expect, workspace, written);
   read_query_start_loc(expect, params, queries, &query_start_loc, max_query_len, read);
   const Argument key_starts = read_key_start_loc(expect, key_start_loc, queries, k.size(0));
@@ -77,14 +79,14 @@ torch::stable::Tensor varlen_attention_result(const Tensor& query, const Tensor&
                                               const Tensor& value, const Tensor& query_start_loc,
                                               const Tensor& key_start_loc, int64_t max_query_len,
                                               std::optional<double> scale, int64_t window_left,
-                                              int64_t window_right, double softcap,
-                                              const std::optional<Tensor>& sinks) {
+                                              int64_t window_right, int64_t max_key_len,
+                                              double softcap, const std::optional<Tensor>& sinks) {
   const Argument x = Expect("varlen_attention").tensor("query", query).floating().rank(3, 3);
   Tensor out = empty(x.sizes(), x.scalar_type(), query);
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   varlen_attention(out, {}, query, key, value, query_start_loc, key_start_loc, factor, {},
                    window_left, window_right, softcap, sinks, {}, {}, max_query_len, {}, true, {},
-                   0);
+                   0, max_key_len);
   return torch::stable::Tensor(out.release());
 }
 

@@ -137,6 +137,29 @@ TEST(ChooseKernel, UnequalLengthsMaySplit) {
       may_split(8, 300, 11000));  // the tiles of one sequence fill more than half of the SMs
 }
 
+// Contiguous keys: the longest is an eighth of all, if the caller does not give it.
+TEST(ChooseKernel, LongestOfContiguousKeys) {
+  PagedAttentionParams p = few_tiles(11000 + 15 * 300, true);
+  set_queries(p, 16, 16);
+  p.max_seq_len = 11000 + 15 * 300;
+  const auto may_split = [&](int64_t max_key_len, DType stored = DType::kBFloat16) {
+    p.max_key_len = static_cast<int32_t>(max_key_len);
+    p.kv.dtype = stored;
+    set_strides(p.kv);
+    return choose_kernel(p, kDevices[2].model).may_split;
+  };
+  EXPECT_FALSE(may_split(0));
+  EXPECT_TRUE(may_split(11000));
+  EXPECT_TRUE(may_split(INT32_MAX));  // it has no more keys than there are
+  EXPECT_FALSE(may_split(1000));
+  // Over 8 bits, too: nothing is estimated.
+  EXPECT_FALSE(may_split(0, DType::kFp8E4M3));
+  EXPECT_TRUE(may_split(11000, DType::kFp8E4M3));
+  // A window bounds what is seen.
+  p.sliding_window = 1000;
+  EXPECT_FALSE(may_split(11000));
+}
+
 TEST(ChooseKernel, EightBitCachesAreGathered) {
   const auto choose = [](int query_len, int64_t tokens, int seqs, int head_size, KvLayout layout,
                          bool scaled = false, float softcap = 0.0f) {

@@ -381,7 +381,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         self._scores = Scores.read(name, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
         self._causal, self._o_dtype = causal, o_data_type
         self._queries.set(name, "qo_indptr", qo_indptr, max_token_per_sequence)
-        self._keys.set(name, "kv_indptr", kv_indptr, 0)
+        self._keys.set(name, "kv_indptr", kv_indptr, None)
 
     begin_forward = plan
 
@@ -415,8 +415,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         assert self._queries.starts is not None and self._keys.starts is not None
         result = varlen_attention(
             q, k, v, self._queries.starts, self._keys.starts, out=out, causal=self._causal,
-            max_query_len=self._queries.longest, window=(scores.window_left, -1),
-            return_lse=return_lse, **scores.options(q, q_scale, k_scale),
+            max_query_len=self._queries.longest, max_key_len=self._keys.longest,
+            window=(scores.window_left, -1), return_lse=return_lse,
+            **scores.options(q, q_scale, k_scale),
         )  # fmt: skip
         return finish(result, v_scale, lse)
 

@@ -86,6 +86,6 @@ def attend_to_shards(
     _, new_lse = varlen_attention(
         query, key, value, starts, starts, causal=metadata.causal, sinks=impl.float_sinks, out=out,
         alibi_slopes=impl.slopes, window=(impl.window - 1, impl.window - 1),
-        fixed_split_size=impl.split_size, **common,
+        max_key_len=metadata.max_query_len, fixed_split_size=impl.split_size, **common,
     )  # fmt: skip
     merge_attn_states(out, context, lse.t().contiguous(), out, new_lse.t().contiguous())

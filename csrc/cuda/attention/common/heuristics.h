@@ -91,7 +91,7 @@ constexpr float kEndTokens = 150.0f;
 // them. (No row.)
 constexpr float kSplitEndTokens = 500.0f, kWorthSplitting = 0.9f;
 constexpr int kMinPrefillSplitTokens = 512, kMaxPrefillSplits = 32;
-// Contiguous keys, whose sum alone the host knows: a sequence counts as an equal share of all
+// Contiguous keys, if the host knows their sum alone: a sequence counts as an equal share of all
 // tokens, or as an eighth of them, if that is longer. (No row.)
 constexpr int kSkew = 8;
 // Kernels that may split also serve several sequences, since lengths may differ. They cost 2 us. So
