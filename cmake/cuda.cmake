@@ -88,7 +88,7 @@ endif()
 add_library(vllm_kernels_cuda SHARED ${OP_BINDINGS} $<TARGET_OBJECTS:cuda_kernels>
             $<TARGET_OBJECTS:cuda_host>)
 target_include_directories(vllm_kernels_cuda PRIVATE ${ROOT})
-target_precompile_headers(vllm_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${ROOT}/torch_ops/base/check.h>)
+target_precompile_headers(vllm_kernels_cuda PRIVATE ${ROOT}/torch_ops/base/check.h)
 target_compile_definitions(vllm_kernels_cuda PRIVATE VLLM_KERNELS_DEVICE_CUDA USE_CUDA)
 # --no-as-needed keeps torch_cuda in the list of needed libraries.
 target_link_options(vllm_kernels_cuda PRIVATE LINKER:--no-undefined LINKER:--no-as-needed

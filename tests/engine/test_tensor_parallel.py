@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "num_blocks": 160, "block_size": 8, "max_batch_size": 4, "max_batch_tokens": 24,
 }  # fmt: skip
 LIMIT = 3  # seconds that a collective may take where a rank fails
-LIMITS = {"models": 100, "calls": 100}  # where none fails, on a busy machine
+LIMITS = {"models": 100, "calls": 100}  # where none waits for one that failed, on a busy machine
 DEVICES = [
     "cpu",
     pytest.param(
@@ -73,15 +74,23 @@ def results(
     """Returns what each rank of a case wrote."""
     processes = start(folder, case, torchrun, device, size)
     try:
-        printed = [process.communicate(timeout=120)[0] for process in processes]
+        printed = [process.communicate(timeout=300)[0] for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.terminate()  # torchrun passes it on
+        pytest.fail(_ends(process.communicate(timeout=60)[0] for process in processes))
     finally:
         for process in processes:
             process.kill()
     paths = [folder / f"{case}.{rank}" for rank in range(size)]
-    whole = paths[0].exists() and not (torchrun and processes[0].returncode)
-    assert whole, "\n".join(printed)[-9000:]
+    ends_well = case not in LIMITS or not any(process.returncode for process in processes)
+    assert paths[0].exists() and ends_well, _ends(printed)
     lines = [path.read_text().splitlines() if path.exists() else [] for path in paths]
     return [[json.loads(line) for line in of_rank] for of_rank in lines]
+
+
+def _ends(printed: Iterable[str]) -> str:
+    return "\n".join(text[-6000:] for text in printed)
 
 
 def save(folder: Path, names: tuple[str, ...], **config: int) -> list[list[int]]:

@@ -197,13 +197,15 @@ def varlen_attention(
             scale = max(1, query.shape[-1]) ** -0.5
         if max_query_len is None:
             max_query_len = query.shape[0]
+        if max_key_len is None:
+            max_key_len = 0
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
         zero_unowned = out is None
         if out is None:
             out = empty_out(query)
-        is_plain = q_scale is None and fixed_split_size == 0 and not max_key_len
+        is_plain = q_scale is None and fixed_split_size == 0 and max_key_len == 0
         # Fewer arguments cost less.
-        rest = () if is_plain else (q_scale, fixed_split_size, max_key_len or 0)
+        rest = () if is_plain else (q_scale, fixed_split_size, max_key_len)
         op(
             out, lse, query, key, value, query_start_loc, key_start_loc, scale, alibi_slopes,
             window[0], 0 if causal else window[1], softcap, sinks, k_scale, v_scale, max_query_len,

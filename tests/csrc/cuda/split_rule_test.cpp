@@ -3,8 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
-#include <numeric>
 #include <vector>
 
 #include "choose_kernel_cases.h"
@@ -13,27 +13,33 @@ namespace vllm_kernels::cuda {
 namespace {
 
 struct Splits {
+  KernelChoice choice;
+  SplitRule rule;
   std::vector<int> of;  // splits of each sequence's query tiles
   int work_tiles;       // of all KV heads
 };
 
-// A decode step on an H200. `bound`: the host's bound on the lengths; 0: the longest one.
-Splits split(PagedAttentionParams p, const std::vector<int>& lens, int query_len = 1,
-             int bound = 0) {
+int stage_tokens(const PagedAttentionParams& p, const KernelChoice& choice) {
+  if (choice.kernel == AttentionKernel::kDecodeWgmma) return kWgmmaStageTokens;
+  return decode_stage_tokens(size_of(p.kv.dtype), choice.padded_head_size, choice.multi_warp)
+         << choice.halves_stages;
+}
+
+// A decode step. `bound`: the host's bound on the lengths; 0: the longest one. `device`: an index
+// of kDevices, by default the H200.
+Splits split(PagedAttentionParams p, const std::vector<int>& lens, int query_len = 1, int bound = 0,
+             int device = 2) {
   p.num_seqs = static_cast<int>(lens.size());
   p.max_query_len = query_len;
   p.num_tokens = p.num_seqs * query_len;
   p.max_seq_len = bound > 0 ? bound : *std::max_element(lens.begin(), lens.end());
-  const KernelChoice choice = choose_kernel(p, kDevices[2].model).main;
-  EXPECT_TRUE(choice.kernel == AttentionKernel::kDecode ||
-              choice.kernel == AttentionKernel::kDecodeWgmma);
-  const int tokens =
-      choice.kernel == AttentionKernel::kDecodeWgmma
-          ? kWgmmaStageTokens
-          : decode_stage_tokens(size_of(p.kv.dtype), choice.padded_head_size, choice.multi_warp)
-                << choice.halves_stages;
+  const KernelChoice choice = choose_kernel(p, kDevices[device].model).main;
+  const bool is_wgmma = choice.kernel == AttentionKernel::kDecodeWgmma;
+  EXPECT_TRUE(is_wgmma || choice.kernel == AttentionKernel::kDecode);
+  const int tokens = stage_tokens(p, choice);
   const int shift = std::countr_zero(static_cast<unsigned>(tokens));
-  const SplitRule rule = split_rule(p, choice, shift);
+  Splits result = {
+      .choice = choice, .rule = split_rule(p, choice, shift), .of = {}, .work_tiles = 0};
   const int heads = p.kv.num_kv_heads / choice.kv_heads;
   BatchStages batch = {};
   for (const int len : lens) {
@@ -43,10 +49,10 @@ Splits split(PagedAttentionParams p, const std::vector<int>& lens, int query_len
   }
   batch.query_tiles = p.num_seqs * heads;
   const auto ctas = static_cast<uint32_t>(choice.grid.x);
-  const float per_stage = choice.few_ctas > 0
-                              ? splits_per_stage<true>(rule, batch, heads, ctas, shift)
-                              : splits_per_stage<false>(rule, batch, heads, ctas, shift);
-  Splits result = {};
+  const bool small_batches = !is_wgmma && !choice.multi_warp && choice.form != KvForm::kLines;
+  const float per_stage = small_batches
+                              ? splits_per_stage<true>(result.rule, batch, heads, ctas, shift)
+                              : splits_per_stage<false>(result.rule, batch, heads, ctas, shift);
   for (const int len : lens) {
     const int stages = (len + tokens - 1) / tokens, splits = splits_of(stages, per_stage);
     result.of.push_back(splits);
@@ -79,6 +85,8 @@ TEST(SplitRule, SmallBatchesAreSplitForHalfOfTheSms) {
   EXPECT_EQ(split(e4m3, lens).of[2], 8);
   lens.pop_back();
   EXPECT_EQ(split(e4m3, lens).of[2], 4);
+  // An equal share of 7.3 stages would be 8, two splits of 22 stages, which are too long.
+  EXPECT_EQ(split(e4m3, {704, 288, 288, 288, 288, 64}).of[0], 5);
 }
 
 // If the splits would be too long, every SM has one.
@@ -110,8 +118,7 @@ TEST(SplitRule, OfManyTilesOnlyLongOnesAreSplit) {
   lens[7] = 65536;
   const Splits splits = split(bf16, lens);
   EXPECT_EQ(splits.of[0], 1);
-  const int share = 8 * std::accumulate(lens.begin(), lens.end(), 0) / 132;
-  EXPECT_EQ(splits.of[7], 65536 / (share / 4 + 1));
+  EXPECT_EQ(splits.of[7], 33);  // a share is 493 stages of 16 tokens
   lens = times(64, 600);
   lens[7] = 4096;
   EXPECT_EQ(split(bf16, lens).of[7], 4);
@@ -121,13 +128,32 @@ TEST(SplitRule, OfManyTilesOnlyLongOnesAreSplit) {
   EXPECT_EQ(split(nhd_call(kE4m3, 128, 32), lens).of[7], 42);
 }
 
-// A split of halved stages has 16 tokens for each warp.
-TEST(SplitRule, HalvedStagesAreSplitByWarps) {
+PagedAttentionParams halved_stages() {
   PagedAttentionParams p = nhd_call(kE4m3, 256, 32);
   p.kv.layout = KvLayout::kVllm;
   p.kv.block_size = 64;
   set_strides(p.kv);
-  EXPECT_EQ(split(p, times(4, 256)).of[0], 2);
+  return p;
+}
+
+// The pipelines of a CTA, and the fewest stages of a split: 16 tokens for each of them.
+TEST(SplitRule, Pipelines) {
+  const auto check = [](const PagedAttentionParams& p, int query_len, int seqs, int pipelines,
+                        int min_stages) {
+    const Splits splits = split(p, times(seqs, 3000), query_len);
+    EXPECT_EQ(splits.rule.combine_share, pipelines);
+    EXPECT_EQ(splits.rule.min_split_stages, min_stages);
+    return splits.choice;
+  };
+  EXPECT_EQ(check(nhd_call(kBf16, 128, 32), 1, 4, 8, 8).warps, 8);
+  EXPECT_EQ(check(nhd_call(kE4m3, 128, 32), 1, 4, 8, 4).warps, 8);
+  // Several warps share a pipeline.
+  EXPECT_EQ(check(nhd_call(kBf16, 256, 32), 4, 4, 3, 3).warps, 6);
+  // A stage has 64 tokens.
+  EXPECT_EQ(check(nhd_call(kBf16, 128, 32), 4, 4, 3, 3).kernel, AttentionKernel::kDecodeWgmma);
+  // Here each warp has 16 tokens. Lines of 96 have four heads, so four warps share a pipeline.
+  EXPECT_TRUE(check(halved_stages(), 1, 4, 4, 4).halves_stages);
+  EXPECT_EQ(check(nhd_call(kE4m3, 96, 32), 1, 24, 3, 6).form, KvForm::kLines);
 }
 
 TEST(SplitRule, WgmmaSplitsTwiceAsLong) {
@@ -137,6 +163,24 @@ TEST(SplitRule, WgmmaSplitsTwiceAsLong) {
   EXPECT_EQ(split(bf16, lens, 4).of[7], split(bf16, lens).of[7] / 2);
   // Three stages of 64 tokens are the fewest, and 1024 tokens are 5 splits.
   EXPECT_EQ(split(bf16, {1024}, 4).of, times(1, 5));
+}
+
+// int4 counts as 8 bits, and a head has twice as many values as bytes.
+TEST(SplitRule, Int4) {
+  PagedAttentionParams p = nhd_call(DType::kInt4x2, 64, 32);
+  EXPECT_EQ(p.head_size(), 128);
+  p.token_scales.key = p.token_scales.value = static_cast<const float*>(at(64));
+  p.token_scales.key_zero = p.token_scales.value_zero = static_cast<const float*>(at(64));
+  EXPECT_EQ(split(p, {384}).of, times(1, 1));
+  EXPECT_GT(split(p, {416}).of[0], 1);
+}
+
+// Before Hopper launches do not overlap, so every SM has a split.
+TEST(SplitRule, OtherDevices) {
+  const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32);
+  EXPECT_EQ(split(bf16, {2048}, 1, 0, 0).work_tiles, 96);  // A100, 108 SMs
+  EXPECT_EQ(split(bf16, {256}, 1, 0, 0).of[0], 2);
+  EXPECT_EQ(split(bf16, {2048}, 1, 0, 3).work_tiles, 72);  // B200, 74 CTAs
 }
 
 // Form kLines: eight KV heads of 80 are one query tile, and more than 66 count as many.

@@ -1,7 +1,6 @@
 // Launches of the decode kernels. Host code: the kernel's shape from the KernelChoice, and the
 // instantiation that it names.
 #pragma once
-#include <algorithm>
 #include <stdexcept>
 
 #include "cuda/attention/decode/decode.h"

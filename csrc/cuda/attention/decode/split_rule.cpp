@@ -20,8 +20,9 @@ SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, 
       .max_split_share = is_wgmma ? kWgmmaMaxSplitShare : kMaxSplitShare * choice.ctas_per_sm};
   if (choice.few_ctas == 0) return rule;
   const int element = size_of(p.kv.dtype), stage_values = p.head_size() << stage_shift;
-  const bool bounded = ctas == choice.few_ctas || (p.num_seqs == 1 && element == 2);
-  const int small_bytes = bounded ? kBytesOfSmallTile : kBytesOfSmallTile / kUnboundedDivisor;
+  const bool is_one_of_16_bits = p.num_seqs == 1 && element == 2;
+  const int small_bytes =
+      is_one_of_16_bits ? kBytesOfSmallTile : kBytesOfSmallTile / kUnboundedDivisor;
   rule.few_ctas = choice.few_ctas;
   rule.small_stages = static_cast<float>(small_bytes) / static_cast<float>(stage_values * element);
   rule.whole_stages = (element == 1 ? kValuesOfWholeTile8Bit : kValuesOfWholeTile) / stage_values;

@@ -8,7 +8,8 @@
 // with wgmma.
 //
 // The device applies the rule, because only it knows the sequence lengths. The C++ tests apply it
-// on the host.
+// on the host. There divisions are exact, on the device within 2 ulp. So the number of splits may
+// differ by one where a quotient is near an integer.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -25,7 +26,7 @@ namespace vllm_kernels::cuda {
 struct SplitRule {
   uint32_t few_tiles = 0;    // up to so many query tiles are split into about one work tile per CTA
   int min_split_stages = 0;  // the fewest stages of a split then; a shorter one is not worth a CTA
-  int combine_share = 0;     // flag-in-data: stages less for the last split, which combines
+  int combine_share = 0;     // flag-in-data: stages fewer for the last split, which combines
   uint32_t few_ctas = 0;     // a small batch is split for so many CTAs
   float small_stages = 0;    // it is small if the longest split then has up to so many stages
   uint32_t whole_stages = 0;  // if no sequence has more stages, none is split
@@ -42,8 +43,8 @@ struct BatchStages {
   uint32_t query_tiles;  // of all KV heads
 };
 
-// Splits of a query tile per stage of it. `ctas`: of the grid. `stage_shift`: log2 of the tokens of
-// a stage.
+// Splits of a query tile per stage of it. `kv_heads`: of the scheduler, in form kLines groups of
+// heads. `ctas`: of the grid. `stage_shift`: log2 of the tokens of a stage.
 template <bool kSmallBatches>
 VLLM_KERNELS_HOST_DEVICE inline float splits_per_stage(const SplitRule& rule,
                                                        const BatchStages& batch, int kv_heads,
@@ -73,8 +74,8 @@ VLLM_KERNELS_HOST_DEVICE inline int splits_of(int stages, float splits_per_stage
   return std::max(1, static_cast<int>(static_cast<float>(stages) * splits_per_stage));
 }
 
-// Stages that the last of `splits` splits has less than the others, because it combines. They take
-// over at most about half a stage each. In a short split that would be one stage more for a
+// How many stages fewer than the others the last of `splits` splits has, because it combines. They
+// take over at most about half a stage each. In a short split that would be one stage more for a
 // pipeline. `fixed`: the splits have fixed_split_size.
 template <bool kSmallBatches>
 VLLM_KERNELS_HOST_DEVICE inline int combine_share(const SplitRule& rule, int stages, int splits,
@@ -88,7 +89,7 @@ struct StageRange {
   int first, count;
 };
 
-// The stages of split `split` of `splits`. The last one has `share` less than the others.
+// The stages of split `split` of `splits`. The last one has `share` fewer than the others.
 VLLM_KERNELS_HOST_DEVICE inline StageRange stages_of_split(int stages, int splits, int split,
                                                            int share) {
   const int shared = stages + share;

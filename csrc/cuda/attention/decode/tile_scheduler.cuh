@@ -22,7 +22,9 @@
 // Early reads: seq_lens and query_start_loc, if may_speculate() says so. validate() checks them
 // after the PDL wait.
 #pragma once
+#include "cuda/attention/common/divide.h"
 #include "cuda/attention/common/heuristics.h"
+#include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/common/scheduling.cuh"
 #include "cuda/attention/common/workspace.h"
 #include "cuda/attention/decode/split_rule.h"
@@ -129,8 +131,7 @@ struct WorkTile {
   SequenceWork sequence;
 };
 
-// Fills the fields that both decode kernels set alike. `padded`: head size of a partial's rows in
-// the workspace.
+// The WorkShape of a decode launch. `padded`: head size of a partial's rows in the workspace.
 inline WorkShape work_shape(const PagedAttentionParams& p, const KernelChoice& choice,
                             int stage_shift, int padded) {
   const int group = p.num_heads / p.kv.num_kv_heads, row_shift = choice.row_shift();
