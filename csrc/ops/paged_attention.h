@@ -112,7 +112,7 @@ struct PagedAttentionParams {
   // max_query_len query tokens belong to the first one.
   bool concurrent = false;
   // CUDA, contiguous keys: the keys of the longest sequence, if the caller knows them; 0: not
-  // known. Speed alone depends on it: the host decides by it whether sequences are split.
+  // known. A hint: the host decides by it whether sequences are split.
   int32_t max_key_len = 0;
   // paged_attention over int8 or int4. Score t is multiplied with the key's scale, weight t with
   // the value's after row_sum has taken it. kv.k_scale and kv.v_scale are then null. Zeros (int4)

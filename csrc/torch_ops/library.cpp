@@ -135,7 +135,7 @@ constexpr const char* kSchemas[] = {
     "Tensor? q_scale=None, int fixed_split_size=0, int max_key_len=0)",
     "varlen_attention.result(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, "
     "Tensor key_start_loc, int max_query_len, float? scale=None, int window_left=-1, "
-    "int window_right=0, int max_key_len=0, float softcap=0.0, Tensor? sinks=None) -> Tensor",
+    "int window_right=0, float softcap=0.0, Tensor? sinks=None, int max_key_len=0) -> Tensor",
     "attention_with_kvcache(Tensor query, Tensor! key_cache, Tensor! value_cache, Tensor seq_lens, "
     "Tensor? block_tables=None, Tensor? key=None, Tensor? value=None, "
     "Tensor? query_start_loc=None, int max_query_len=0, float? scale=None, int sliding_window=0, "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from flash_attn_cases import FA2, FA3, NAN, expected_varlen, near, near_lse, random, starts_of
 from helpers import ints
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vllm_kernels
@@ -298,3 +299,29 @@ def test_seqused_k(device, dtype, size, value_size):
     )  # fmt: skip
     for got, i, j in ((out[:2], q[:2], slice(0, 7)), (out[2:], q[2:], slice(10, 30))):
         near(got, oracle.attention(i, k[j], v[j], True)[0])
+
+
+def test_other_lengths_compile_nothing_again(fa, device):
+    """A length that is only a hint is no constant of a compiled function."""
+    q = random(6, 4, 64, device=device, dtype=torch.bfloat16)
+    keys = random(40, 2, 64, device=device, dtype=torch.bfloat16)
+
+    starts = starts_of([3, 3], device)
+
+    def varlen(keys: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:
+        return fa.flash_attn_varlen_func(q, keys, keys, starts, ends, 3, longest, causal=True)
+
+    def dense(keys: torch.Tensor) -> torch.Tensor:
+        return fa.flash_attn_func(q[None, :1], keys[None], keys[None])
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    options = {"fullgraph": True, "dynamic": True, "backend": counter}
+    compiled = torch.compile(varlen, **options), torch.compile(dense, **options)
+    counts = set()
+    for length in range(5, 20):
+        some, ends = keys[: 2 * length].clone(), starts_of([length, length], device)
+        near(compiled[0](some, ends, length), varlen(some, ends, length))
+        near(compiled[1](some), dense(some))
+        counts.add(counter.frame_count)
+    assert len(counts) == 1

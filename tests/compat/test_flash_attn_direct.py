@@ -73,13 +73,13 @@ def test_common_calls_are_one_op(fa, device, monkeypatch, default_device):
 
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_the_longest_keys_are_passed_on(fa, device, monkeypatch, is_direct):
-    """max_seqlen_k, by which kernels are chosen. A negative one counts as not known."""
+    """max_seqlen_k decides about splits. What is no length counts as not known."""
     rows = random(3, 12, 2, 64, device=device, dtype=BF16).unbind()
     starts = starts_of([5, 7], device)
     given = []
     if is_direct:
         op = _direct._varlen
-        monkeypatch.setattr(_direct, "_varlen", lambda *a: given.append(a[9]) or op(*a))
+        monkeypatch.setattr(_direct, "_varlen", lambda *a: given.append(a[11]) or op(*a))
     else:
         op = _attention.varlen_attention
         monkeypatch.setattr(_direct, "varlen", lambda *_: None)
@@ -87,9 +87,12 @@ def test_the_longest_keys_are_passed_on(fa, device, monkeypatch, is_direct):
             _attention, "varlen_attention",
             lambda *a, **options: given.append(options["max_key_len"]) or op(*a, **options),
         )  # fmt: skip
-    for longest in (7, None, -1):
+    for longest in (7, None, torch.tensor(7)):
         fa.flash_attn_varlen_func(*rows, starts, starts, 7, longest, causal=True)
-    assert given == [7, 0, -1 if is_direct else 0]  # a direct call of -1 is refused
+    assert given == ([7, 0, 0] if is_direct else [7, None, None])
+    want = fa.flash_attn_varlen_func(*rows, starts, starts, 7, 7, causal=True)
+    for longest in (-1, 2**70, float("nan")):
+        near(fa.flash_attn_varlen_func(*rows, starts, starts, 7, longest, causal=True), want)
 
 
 def test_plain_decode_is_one_op(device):

@@ -17,9 +17,11 @@ from flashinfer_cases import (
     near_both,
     workspace,
 )
+from helpers import raises
 from torch import Tensor
 
 import vllm_kernels.compat.flashinfer as flashinfer
+from vllm_kernels.compat.flashinfer import prefill
 
 SIZES = HEADS, KV_HEADS, SIZE
 COUNTS = [7, 0, 1, 5]
@@ -152,6 +154,23 @@ def test_ragged(device, dtype, causal, plan, calls, options):
     got = wrapper.run(*tensors, out=given, lse=given_lse, return_lse=True, **calls)
     assert got[0] is given and got[1] is given_lse
     assert torch.equal(given, out) and torch.equal(given_lse, lse)
+
+
+def test_starts_in_host_memory_tell_the_longest_keys(monkeypatch):
+    """What are no starts is refused by run(), as on a device."""
+    given = []
+    op = prefill.varlen_attention
+    monkeypatch.setattr(
+        prefill, "varlen_attention",
+        lambda *a, **options: given.append(options["max_key_len"]) or op(*a, **options),
+    )  # fmt: skip
+    wrapper, tensors, _ = ragged("cpu", torch.float32, True)
+    wrapper.run(*tensors)
+    for starts in (ints(9, 7, 5, 3, 0), torch.tensor(5, dtype=torch.int32), torch.ones(2, 1).int()):
+        wrapper.begin_forward(starts_of(COUNTS, "cpu"), starts, *SIZES, causal=True)
+        with raises(r"^varlen_attention: key_start_loc.*: expected "):
+            wrapper.run(*tensors)
+    assert given == [max(KEYS), None, None, None]
 
 
 def test_ragged_forward_replaces_the_options_of_plan(device):

@@ -447,11 +447,11 @@ def test_the_op_that_makes_its_result(device, dtype):
     query, key = torch.randn(7, 8, 64), torch.randn(7, 2, 64)  # every token has an owner
     starts = torch.tensor([0, 3, 7], dtype=torch.int32)
     plain = [x.to(device) for x in (query.to(dtype), key.to(dtype), key.to(dtype), starts, starts)]
-    torch.library.opcheck(op, (*plain, 4, 0.125, -1, 0, 40, 0.0, sinks))
+    torch.library.opcheck(op, (*plain, 4, 0.125, -1, 0, 0.0, sinks, 40))
     for given, options in (
         ((), {}),
         (
-            (0.25, 3, 0, 40, 2.0, sinks),
+            (0.25, 3, 0, 2.0, sinks, 40),
             {"scale": 0.25, "window": (3, 0), "softcap": 2.0, "sinks": sinks},
         ),
         ((None, -1, 2), {"causal": False, "window": (-1, 2)}),

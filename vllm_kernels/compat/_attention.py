@@ -104,8 +104,7 @@ def varlen(
         words = _PAGES | {"seq_lens": "cu_seqlens_k.diff()"}
         out, lse = paged(q, k, v, table, lens, cu_seqlens_q, max_seqlen_q, options, words)
     elif seqused_k is None:
-        longest = max(0, int(max_seqlen_k or 0))
-        out, lse = ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, longest, options)
+        out, lse = ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
     else:
         if max_seqlen_k is None:
             raise _no_longest(name, "max_seqlen_k")
@@ -136,10 +135,13 @@ def ragged(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_k: int | None,
     options: Options,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`varlen` of shapes that were checked, and int32 starts, but lse [T, H]."""
+    # A compiled function would have a version for each length.
+    is_known = type(max_seqlen_k) is int and max_seqlen_k > 0 and not is_compiling()
+    longest = min(max_seqlen_k or 0, k.shape[0]) if is_known else None
     inference_only(options.function, q, k, v)
     options.check(cu_seqlens_q.numel() - 1, q.shape[1], k.shape[1])
     q, q_scale = _query_and_scale(q, k, v, options.q_descale, cu_seqlens_q)
@@ -162,7 +164,7 @@ def ragged(
                 q, k, v, starts_q, starts_k, scale=scale, causal=False, window=window,
                 alibi_slopes=mine["alibi_slopes"], softcap=options.softcap, sinks=sinks,
                 k_scale=k_scale, v_scale=v_scale, max_query_len=int(max_seqlen_q),
-                max_key_len=max_seqlen_k, out=shared, return_lse=options.returns_lse,
+                max_key_len=longest, out=shared, return_lse=options.returns_lse,
                 q_scale=q_scale,
             )  # fmt: skip
         except Error as error:

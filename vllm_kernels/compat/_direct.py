@@ -103,12 +103,11 @@ def varlen(
         if not _may_be_direct(q, k, v, sinks):
             return None
         left, right = window
-        more: tuple[object, ...] = ()  # every argument costs 0.1 us
-        if softcap or sinks is not None:
-            more = (softcap, None if sinks is None else sinks.float())
+        longest = max_seqlen_k if type(max_seqlen_k) is int else 0
         return _varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, scale, left if left >= 0 else -1,
-            0 if causal else right if right >= 0 else -1, max_seqlen_k or 0, *more,
+            0 if causal else right if right >= 0 else -1, softcap,
+            None if sinks is None else sinks.float(), longest,
         )  # fmt: skip
     except (RuntimeError, TypeError, ValueError):
         return None

@@ -127,7 +127,7 @@ def flash_attn_varlen_func(
             the last one's end. A query that no sequence has gives 0.
         max_seqlen_q: a bound on a sequence's queries. A CPU refuses longer ones; CUDA gives the
             queries past it 0.
-        max_seqlen_k: the most keys of a sequence; a hint. Kernels are chosen by it.
+        max_seqlen_k: the most keys of a sequence; a hint that decides whether keys are split.
         block_table: [B, width] int32 or int64: k and v are then pages [blocks, page, Hk, D].
         return_attn_probs: returns (out, lse [H, T], None).
 

@@ -291,7 +291,8 @@ class ContextParallel:
             key, value = (self._heads_of_query(tensor, query) for tensor in (key, value))
             _, parts.lse[at] = varlen_attention(
                 query, key, value, query_start_loc, query_start_loc, out=parts.out[at],
-                alibi_slopes=alibi_slopes, window=(sliding_window - 1, -1), **shared,
+                alibi_slopes=alibi_slopes, window=(sliding_window - 1, -1),
+                max_key_len=max_query_len, **shared,
             )  # fmt: skip
         if sinks is not None:  # a key with this logit and a value of 0
             parts.out[-1], parts.lse[-1] = 0, sinks

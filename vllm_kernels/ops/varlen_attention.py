@@ -152,8 +152,8 @@ def varlen_attention(
         k_scale, v_scale: for 8-bit keys and values, as :func:`paged_attention` has them.
         scale, alibi_slopes, softcap, sinks, max_query_len, out, return_lse, workspace, q_scale:
             likewise. That also says in which precision an 8-bit query is multiplied.
-        max_key_len: the most keys of a sequence, if known. Only the speed on CUDA depends on it:
-            few query tokens on keys of unequal lengths are faster with it.
+        max_key_len: the most keys of a sequence, if known. With a wrong one results differ by
+            rounding at most. On CUDA it helps few query tokens on keys of unequal lengths.
         fixed_split_size: 0: the batch decides whether parts of a GPU share the keys of a sequence.
             Otherwise none do, and a sequence gives the same bits in every batch with the same
             max_query_len (:func:`paged_attention` has it with a number of tokens).
@@ -197,13 +197,13 @@ def varlen_attention(
             scale = max(1, query.shape[-1]) ** -0.5
         if max_query_len is None:
             max_query_len = query.shape[0]
-        if max_key_len is None:
-            max_key_len = 0
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
         zero_unowned = out is None
         if out is None:
             out = empty_out(query)
-        is_plain = q_scale is None and fixed_split_size == 0 and max_key_len == 0
+        is_plain = q_scale is None and fixed_split_size == 0 and max_key_len is None
+        if max_key_len is None:
+            max_key_len = 0
         # Fewer arguments cost less.
         rest = () if is_plain else (q_scale, fixed_split_size, max_key_len)
         op(

@@ -79,8 +79,9 @@ torch::stable::Tensor varlen_attention_result(const Tensor& query, const Tensor&
                                               const Tensor& value, const Tensor& query_start_loc,
                                               const Tensor& key_start_loc, int64_t max_query_len,
                                               std::optional<double> scale, int64_t window_left,
-                                              int64_t window_right, int64_t max_key_len,
-                                              double softcap, const std::optional<Tensor>& sinks) {
+                                              int64_t window_right, double softcap,
+                                              const std::optional<Tensor>& sinks,
+                                              int64_t max_key_len) {
   const Argument x = Expect("varlen_attention").tensor("query", query).floating().rank(3, 3);
   Tensor out = empty(x.sizes(), x.scalar_type(), query);
   const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));

@@ -31,9 +31,11 @@ def kept(x: Tensor, on: torch.device, buffer: Tensor | None) -> Tensor:
 
 
 def longest_of(indptr: Tensor) -> int | None:
-    """The largest step between starts, if the host knows it."""
-    on_host = indptr.device.type == "cpu" and len(indptr) > 1
-    return int(indptr.diff().max()) if on_host else None
+    """The largest step between starts, if the host knows it. Bad starts are run()'s to refuse."""
+    if indptr.device.type != "cpu" or indptr.dtype != torch.int32 or indptr.dim() != 1:
+        return None
+    longest = int(indptr.diff().max()) if len(indptr) > 1 else -1
+    return longest if longest >= 0 else None
 
 
 class Pages:
@@ -71,8 +73,7 @@ class Pages:
             kept(x, self._device, buffer) for x, buffer in zip(given.values(), self._buffers)
         ]
         # A bound keeps the table small. The replays of a graph may have other lists.
-        longest = None if self.fixed else longest_of(indptr)
-        self._max_pages = None if longest is None else max(0, longest)
+        self._max_pages = None if self.fixed else longest_of(indptr)
 
     def table(self) -> dict[str, Any]:
         """The arguments of paged_attention."""
