@@ -305,7 +305,6 @@ def test_other_lengths_compile_nothing_again(fa, device):
     """A length that is only a hint is no constant of a compiled function."""
     q = random(6, 4, 64, device=device, dtype=torch.bfloat16)
     keys = random(40, 2, 64, device=device, dtype=torch.bfloat16)
-
     starts = starts_of([3, 3], device)
 
     def varlen(keys: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:

@@ -155,13 +155,15 @@ def test_the_batch_decides(contiguous):
         assert torch.equal(alone, in_batch)
 
 
-def varlen(case: Case, call=lambda op, *arguments, **options: op(*arguments, **options), **options):
-    """The case over contiguous keys: the result, or what another call makes of the op."""
+def varlen(case: Case, **options) -> Tensor:
+    """The case over contiguous keys."""
+    return vllm_kernels.varlen_attention(*contiguous(case), max_query_len=64, **options)
+
+
+def contiguous(case: Case) -> tuple:
+    """The tensors of varlen_attention."""
     key, value, starts = rows_of(case)
-    return call(
-        vllm_kernels.varlen_attention, case.query, key, value, case.options["query_start_loc"],
-        starts, max_query_len=64, **options,
-    )  # fmt: skip
+    return case.query, key, value, case.options["query_start_loc"], starts
 
 
 def test_mixed_batches():
@@ -193,7 +195,9 @@ def test_the_longest_of_contiguous_keys(stored):
     for longest in (0, 1, 300, 11000, 2**40):
         check_varlen(case, longest)
     for longest, expected in ((None, False), (300, False), (11000, ON_HOPPER)):
-        text = varlen(case, vllm_kernels.explain, max_key_len=longest)
+        text = vllm_kernels.explain(
+            vllm_kernels.varlen_attention, *contiguous(case), max_query_len=16, max_key_len=longest
+        )
         assert (SHARED in text) == expected
 
 

@@ -139,9 +139,10 @@ def ragged(
     options: Options,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`varlen` of shapes that were checked, and int32 starts, but lse [T, H]."""
+    longest = None
     # A compiled function would have a version for each length.
-    is_known = type(max_seqlen_k) is int and max_seqlen_k > 0 and not is_compiling()
-    longest = min(max_seqlen_k or 0, k.shape[0]) if is_known else None
+    if type(max_seqlen_k) is int and max_seqlen_k > 0 and not is_compiling():
+        longest = min(max_seqlen_k, k.shape[0])
     inference_only(options.function, q, k, v)
     options.check(cu_seqlens_q.numel() - 1, q.shape[1], k.shape[1])
     q, q_scale = _query_and_scale(q, k, v, options.q_descale, cu_seqlens_q)

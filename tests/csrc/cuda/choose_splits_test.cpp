@@ -139,9 +139,8 @@ TEST(ChooseKernel, UnequalLengthsMaySplit) {
 
 // Contiguous keys: the longest is an eighth of all, if the caller does not give it.
 TEST(ChooseKernel, LongestOfContiguousKeys) {
-  PagedAttentionParams p = few_tiles(11000 + 15 * 300, true);
+  PagedAttentionParams p = few_tiles(3875, true);  // 11000 and 15 times 300 keys
   set_queries(p, 16, 16);
-  p.max_seq_len = 11000 + 15 * 300;
   const auto may_split = [&](int64_t max_key_len, DType stored = DType::kBFloat16) {
     p.max_key_len = static_cast<int32_t>(max_key_len);
     p.kv.dtype = stored;
