@@ -104,11 +104,13 @@ def _varlen(w):
     """varlen_attention on the same workload's contiguous keys."""
     keys, values = w.contig()
     out = torch.empty_like(w.q)
+    left = getattr(w, "window", 0) - 1  # the kit's prefill.py has no windows
+    window = (left, 0) if left >= 0 else (-1, -1)
 
     def call(i):
         return vk.varlen_attention(
             w.q, keys[i], values[i], w.cu, w.cuk, max_query_len=w.maxq, max_key_len=w.maxk,
-            scale=w.scale, out=out,
+            scale=w.scale, window=window, out=out,
         )  # fmt: skip
 
     return call

@@ -13,7 +13,8 @@ STORED = {
     "scaled": torch.int8,
     "int4": torch.int8,
 }
-# Whole sequences, splits for half of the SMs, and for all. Ends of pages and of stages.
+# Whole sequences, splits for half of the SMs, and for all. Ends of pages and of stages. From nine
+# sequences on CTAs have half an SM; splits of the last three would make more work tiles than CTAs.
 BATCHES = [
     [1],
     [255],
@@ -32,6 +33,10 @@ BATCHES = [
     [200, 200, 200, 3000],
     [100, 400, 100, 400],
     [1, 1, 1, 1, 1, 1, 900],
+    [130] * 16,
+    [1000, 900, 800, *[20] * 9],
+    [33, 1, 300, 1000, *[250, 5] * 6],
+    [4100, 2500, 600, *[17] * 8],
 ]
 
 

@@ -231,18 +231,19 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   const auto stages_for = [&](int count) {
     return stages_within(pipeline_memory(count) / (count >> pipeline_shift), stage, tokens, arrays);
   };
-  // Two CTAs an SM for 8-bit caches with more query tiles than SMs (kCtasPerSmOf8Bit). Not with
-  // fixed_split_size: the launch shape may not depend on the batch.
+  // CTAs of half an SM. Not with fixed_split_size: the launch shape may not depend on the batch.
   int min_stages = kMinStages;
-  if (element == 1 && !multi_warp && min_threads == 0 && p.fixed_split_size == 0 &&
-      int64_t{p.num_seqs} * kv.num_kv_heads > device.num_sms) {
+  const int ctas_per_sm = multi_warp || min_threads > 0 || p.fixed_split_size > 0
+                              ? 0
+                              : ctas_of_half_an_sm(p, device, padded);
+  if (ctas_per_sm > 0) {
     const int all = memory, all_rows = min_rows;
     memory = (all - (fixed + 1024)) / 2;
     // Scales leave room for two stages only beside two rows. (decode/int4.md, H200, b64_c2k, int8
     // with a scale a token: 75.4 to 70.6 us.)
     if (arrays > 0) min_rows = std::min(min_rows, 2);
     if (stages_for(warps / 2) >= kMinStagesOfTwoCtas) {
-      choice.ctas_per_sm = kCtasPerSmOf8Bit;
+      choice.ctas_per_sm = ctas_per_sm;
       min_stages = kMinStagesOfTwoCtas;
       warps /= 2;
     } else {

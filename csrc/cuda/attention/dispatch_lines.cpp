@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <numeric>
 
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/dispatch_splits.h"
@@ -13,15 +12,14 @@ namespace vllm_kernels::cuda {
 int heads_of_lines(const PagedAttentionParams& p, const DeviceModel& device) {
   const PagedKv& kv = p.kv;
   const bool can = device.has_wgmma && size_of(kv.dtype) == 1 && kv.layout != KvLayout::kVllm &&
-                   has_lines_kernel(kv.head_size) && values_of(kv.dtype) == 1 &&
-                   !p.token_scales.any() && kv.block_size >= kLineTokens &&
-                   kv.key_head_stride == kv.head_size && kv.value_head_stride == kv.head_size &&
-                   p.fixed_split_size == 0;
+                   values_of(kv.dtype) == 1 && !p.token_scales.any() &&
+                   kv.block_size >= kLineTokens && kv.key_head_stride == kv.head_size &&
+                   kv.value_head_stride == kv.head_size && p.fixed_split_size == 0;
   if (!can) return 1;
-  const int heads = kColumnBytes / std::gcd(kColumnBytes, kv.head_size);
+  const int heads = lines_heads(kv.head_size);
   const int64_t tiles = int64_t{p.num_seqs} * kv.num_kv_heads / heads;
-  const int min_tiles = kv.head_size > 128 ? kTilesOfLinesOfWideHeads : kTilesOfLines;
-  return kv.num_kv_heads % heads == 0 && tiles >= min_tiles && seen_tokens(p) > kLengthOfShortLines
+  return kv.num_kv_heads % heads == 0 && tiles >= lines_min_tiles(kv.head_size) &&
+                 seen_tokens(p) > kLengthOfShortLines
              ? heads
              : 1;
 }
@@ -46,7 +44,7 @@ void set_lines_shape(const PagedAttentionParams& p, const DeviceModel& device, i
     const int pipelines = device.shared_memory_per_block - fixed - warps * results;
     return std::min(pipelines / (warps / heads) / stage, kMaxPipelineStages);
   };
-  int warps = decode_threads(1, head_size, false) / 32 / heads * heads;
+  int warps = lines_threads(head_size) / 32 / heads * heads;
   while (warps > heads && stages_for(warps) < kMinStagesOfLines) warps -= heads;
   choice.warps = warps;
   choice.grid.x = device.num_sms;

@@ -74,6 +74,18 @@ int64_t seen_tokens(const PagedAttentionParams& p) {
   return has_window ? std::min<int64_t>(p.max_seq_len, p.sliding_window) : p.max_seq_len;
 }
 
+int ctas_of_half_an_sm(const PagedAttentionParams& p, const DeviceModel& device, int padded) {
+  if (size_of(p.kv.dtype) > 1) return 0;
+  const int64_t tiles = int64_t{p.num_seqs} * p.kv.num_kv_heads;
+  if (tiles > device.num_sms) return 2;
+  if (2 * tiles <= device.num_sms || device.architecture < 90 || padded > 128 ||
+      p.token_scales.any()) {
+    return 0;
+  }
+  const int64_t bytes = seen_tokens(p) * p.head_size();
+  return bytes <= kBytesOfShortPairs ? 1 : bytes >= kBytesOfLongPairs ? 2 : 0;
+}
+
 void set_decode_grid(const PagedAttentionParams& p, const DeviceModel& device,
                      KernelChoice& choice) {
   choice.grid.x = device.num_sms * choice.ctas_per_sm;

@@ -23,6 +23,10 @@ bool beats_decode(const PagedAttentionParams& p, const DeviceModel& device);
 // The most tokens that a query token may see, by the bound on the lengths and by the window.
 int64_t seen_tokens(const PagedAttentionParams& p);
 
+// Whether decode gains by CTAs of half an SM, with half the warps each: 0, or the grid's CTAs per
+// SM, 1 or 2. `padded`: the head size of its kernel.
+int ctas_of_half_an_sm(const PagedAttentionParams& p, const DeviceModel& device, int padded);
+
 // Sets few_ctas and the grid of decode: few_ctas for one sequence that is small at the bound.
 void set_decode_grid(const PagedAttentionParams& p, const DeviceModel& device,
                      KernelChoice& choice);

@@ -42,6 +42,13 @@ TEST(ChooseKernel, HeadsThatFillLines) {
   for (const int head_size : {48, 72, 128, 144, 256}) {
     EXPECT_NE(choose(call(head_size)).form, KvForm::kLines) << head_size;
   }
+  // Heads of 128 fill lines alone. Only large batches take two together.
+  PagedAttentionParams p = call(128);
+  for (const int seqs : {95, 96}) {
+    p.num_seqs = p.num_tokens = seqs;
+    const KernelChoice choice = choose(p);
+    EXPECT_EQ(choice.kv_heads, seqs == 96 ? 2 : 1);
+  }
 }
 
 // Two warps share a stage where boxes of 16 tokens are slow, in batches.

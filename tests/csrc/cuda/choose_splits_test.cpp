@@ -251,6 +251,46 @@ TEST(ChooseKernel, GridsOfSmallBatches) {
   EXPECT_EQ(grid(p), 132);
 }
 
+// In 8 bits, more query tiles than half of the SMs may have CTAs of half an SM.
+TEST(ChooseKernel, CtasOfHalfAnSm) {
+  const DType e4m3 = DType::kFp8E4M3;
+  const auto call = [](int seqs, int64_t tokens, DType dtype, int head_size = 128) {
+    PagedAttentionParams p = nhd_call(dtype, head_size, 32);
+    set_queries(p, seqs, 1);
+    p.max_seq_len = tokens;
+    return p;
+  };
+  // Warps, and CTAs of the grid.
+  using Shape = std::pair<int, int64_t>;
+  const auto shape = [](const PagedAttentionParams& p, int device = 2) -> Shape {
+    const KernelChoice choice = choose_kernel(p, kDevices[device].model).main;
+    EXPECT_EQ(choice.grid.x, kDevices[device].model.num_sms * choice.ctas_per_sm);
+    return {choice.warps, choice.grid.x};
+  };
+  const Shape whole = {8, 132}, half = {6, 132}, pairs = {6, 264};
+  EXPECT_EQ(shape(call(8, 500, e4m3)), whole);
+  for (const int seqs : {9, 16}) {
+    EXPECT_EQ(shape(call(seqs, 1024, e4m3)), half);
+    EXPECT_EQ(shape(call(seqs, 1025, e4m3)), whole);
+    EXPECT_EQ(shape(call(seqs, 4095, e4m3)), whole);
+    EXPECT_EQ(shape(call(seqs, 4096, e4m3)), pairs);
+    EXPECT_EQ(shape(call(seqs, 500, DType::kBFloat16)), whole);
+  }
+  EXPECT_EQ(shape(call(17, 500, e4m3)), pairs);
+  EXPECT_EQ(shape(call(9, 100, e4m3, 256)), whole);
+  EXPECT_GT(shape(call(12, 500, e4m3), 0).first, 4);  // A100, 108 SMs
+  PagedAttentionParams p = call(9, 500, e4m3);
+  p.fixed_split_size = 512;
+  EXPECT_EQ(shape(p), whole);
+  p = call(9, 500, DType::kInt8);
+  EXPECT_EQ(shape(p), half);
+  p.token_scales.key = p.token_scales.value = static_cast<const float*>(at(64));
+  EXPECT_GT(shape(p).first, 6);
+  p = call(9, 100000, e4m3);
+  p.sliding_window = 1000;
+  EXPECT_EQ(shape(p), half);
+}
+
 // These have no other grid, and are not split as small ones.
 TEST(ChooseKernel, DecodeThatIsNeverSmall) {
   const auto few_ctas = [](const PagedAttentionParams& p) {

@@ -50,13 +50,21 @@ Splits split(PagedAttentionParams p, const std::vector<int>& lens, int query_len
   batch.query_tiles = p.num_seqs * heads;
   const auto ctas = static_cast<uint32_t>(choice.grid.x);
   const bool small_batches = !is_wgmma && !choice.multi_warp && choice.form != KvForm::kLines;
+  const auto set_splits = [&](float per_stage) {
+    result.of.clear();
+    result.work_tiles = 0;
+    for (const int len : lens) {
+      const int stages = (len + tokens - 1) / tokens, splits = splits_of(stages, per_stage);
+      result.of.push_back(splits);
+      result.work_tiles += splits * heads;
+    }
+  };
   const float per_stage = small_batches
                               ? splits_per_stage<true>(result.rule, batch, heads, ctas, shift)
                               : splits_per_stage<false>(result.rule, batch, heads, ctas, shift);
-  for (const int len : lens) {
-    const int stages = (len + tokens - 1) / tokens, splits = splits_of(stages, per_stage);
-    result.of.push_back(splits);
-    result.work_tiles += splits * heads;
+  set_splits(per_stage);
+  if (small_batches && batch.query_tiles <= ctas && result.work_tiles > static_cast<int>(ctas)) {
+    set_splits(splits_per_stage_in_one_wave(result.rule, batch, heads, ctas, per_stage));
   }
   return result;
 }
@@ -97,6 +105,38 @@ TEST(SplitRule, LongerBatchesAreSplitForAllSms) {
   EXPECT_EQ(split(bf16, {8192}).work_tiles, 128);
   EXPECT_EQ(split(bf16, times(4, 512)).work_tiles, 128);
   EXPECT_EQ(split(bf16, times(4, 384)).work_tiles, 96);  // 128 tokens are the fewest
+}
+
+// 8 KV heads, so 132 CTAs have 16 work tiles of a head.
+TEST(SplitRule, ShortRaggedBatchesTakeOneWave) {
+  const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32), e4m3 = nhd_call(kE4m3, 128, 32);
+  std::vector<int> lens = {1000, 900, 800, 20, 20, 20, 20, 20, 20, 20, 20, 20};
+  EXPECT_EQ(split(e4m3, lens).of, times(12, 1));
+  lens = {512, 500, 400, 400, 400, 300, 20, 20, 20, 20, 20, 20, 20, 20, 20};
+  EXPECT_EQ(split(bf16, lens).of, times(15, 1));
+  // Longer tiles would take longer than two waves.
+  lens[0] = lens[1] = 3000;
+  EXPECT_GT(split(bf16, lens).work_tiles, 132);
+  // But splits may become twice as long: 10 CTAs a head are left.
+  lens = {40000, 9000, 9000, 9000, 9000, 9000};
+  EXPECT_LE(split(bf16, lens).work_tiles, 132);
+  EXPECT_GT(split(bf16, lens).of[0], 4);
+  // More query tiles than CTAs.
+  lens = times(20, 20);
+  lens[0] = 4000;
+  EXPECT_GT(split(bf16, lens).of[0], 1);
+}
+
+// Two CTAs an SM: a split has at least 512 tokens of 128 bytes.
+TEST(SplitRule, PairsOfCtasHaveLongSplits) {
+  const PagedAttentionParams e4m3 = nhd_call(kE4m3, 128, 32);
+  EXPECT_EQ(split(e4m3, times(9, 8000)).of, times(9, 3));
+  EXPECT_EQ(split(e4m3, times(12, 900), 1, 8000).of, times(12, 1));
+  EXPECT_EQ(split(e4m3, times(12, 1100), 1, 8000).of, times(12, 2));
+  // More query tiles than SMs.
+  std::vector<int> lens = times(17, 50);
+  lens[0] = 800;
+  EXPECT_EQ(split(e4m3, lens).of[0], 8);
 }
 
 TEST(SplitRule, VeryShortSequencesAreWhole) {

@@ -36,10 +36,17 @@ constexpr int kConcurrentDecodeRows = 32;
 // us, two calls 140.2 us.)
 constexpr int kPrefillTileRows = 128;
 
-// CTAs per SM. Decode, 8-bit caches, more query tiles than SMs: two CTAs with half the warps each.
-// One copies while the other combines. (decode/tile_scheduling.md, ragged128_fp8: 157.9 to 144.8
-// us.)
-constexpr int kCtasPerSmOf8Bit = 2;
+// Decode, 8-bit caches. CTAs of half an SM with half the warps: two an SM with more query tiles
+// than SMs. One copies while the other combines. (decode/tile_scheduling.md, ragged128_fp8: 157.9
+// to 144.8 us.) With more query tiles than half of the SMs and heads up to 128, the bound in bytes
+// of K in a KV head decides. Up to the first: one an SM. From the second on: two. (decode/
+// small_batches.md, heads of 128: 16 x 130 7.0 to 5.6 us, 16 x 1000 13.2 to 13.0; 16 x 2000 20.0 to
+// 21.0, so it has whole SMs. Two: 9 x 8000 57 to 43; 12 x 4000 33.6, no change. Heads of 256: 12 x
+// 192 7.3 to 8.1.)
+constexpr int kBytesOfShortPairs = 131072, kBytesOfLongPairs = 524288;
+// Two CTAs an SM for up to as many query tiles as SMs: the min bytes of K of a split. (The same
+// page. 12 x 192 in wide tables: 7.0 to 5.7.)
+constexpr int kMinSplitBytesOfPairs = 65536;
 // Min stages of a decode pipeline. 3 hide the latency of a page, and 2 suffice with two CTAs per
 // SM. (decode/tile_scheduling.md, ragged128_fp8: 6 warps with 2 stages 144.8 us, 4 with 3 stages
 // 151 us.)
@@ -62,6 +69,10 @@ constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;
 // for each SM: 2 x 1024, e4m3, 32768 bytes, 7.0 to 6.0. 2 x 2048, e4m3, 65536, 7.7 to 8.2. 1 x
 // 2048, bf16, 65536, 7.7 to 6.7. 4 x 384, bf16, 49152, 6.1 to 6.4.)
 constexpr int kBytesOfSmallTile = 73728, kUnboundedDivisor = 2;
+// Decode. If splits make more work tiles than CTAs, the largest work tile in bytes of K for which
+// splits are made longer, so that no CTA has two. (The same page, 12 sequences of 1 to 1000 tokens:
+// bf16 11.6 to 7.1 us, e4m3 11.8 to 6.6.)
+constexpr int kBytesOfOneWave = 131072;
 // Decode. If no sequence has more values of K in a KV head (tokens x head size), none is split.
 // (The same page, heads of 128. bf16: 1 x 256 5.0 to 4.3 us, 1 x 384 4.6 to 5.2. e4m3: 1 x 256 5.0
 // to 4.3, 1 x 512 5.0 to 5.4.)
@@ -255,27 +266,36 @@ constexpr bool prefers_plain_int4_rows(int bytes, bool contiguous) {
 // 17.8. No row between.)
 constexpr int kTilesOfHalvedStages = 24;
 
-// Form kLines: the head sizes of decode's kernels. Their rows of 8 bits in NHD do not fill whole
-// lines. (decode/lines.md, e4m3, 24 sequences, 160: 166 to 98 us.)
-constexpr bool has_lines_kernel(int head_size) {
+// Form kLines: the KV heads of a work tile, for the head sizes of decode's kernels. Their rows of 8
+// bits in NHD fill whole lines of 128 bytes together. Heads of 128 fill lines alone, and two read
+// memory 256 bytes at a time. 1: no kernel. (decode/lines.md, e4m3, 24 sequences, 160: 166 to 98
+// us. 128: b256_c4k 508 to 486.)
+constexpr int lines_heads(int head_size) {
   switch (head_size) {
     case 64:
-    case 80:
-    case 96:
-    case 112:
-    case 160:
+    case 128:
     case 192:
+      return 2;
+    case 96:
+    case 160:
     case 224:
-      return true;
+      return 4;
+    case 80:
+    case 112:
+      return 8;
     default:
-      return false;
+      return 1;
   }
 }
 // A batch has so many query tiles at least, and a longest sequence of more tokens. Lines lack the
 // speculative prologue, and one CTA combines the splits of several heads. (The same page. 80: 12
 // ragged tiles 28 to 31 us, 24 x 300 tokens 10.7 to 14.0, 24 x 1000 19.8 to 18.2. 64: 24 x 1000
-// 14.7 to 15.7. 160: 24 ragged tiles 30 to 37.)
-constexpr int kTilesOfLines = 24, kTilesOfLinesOfWideHeads = 32, kLengthOfShortLines = 1024;
+// 14.7 to 15.7. 160: 24 ragged tiles 30 to 37. 128: 256 tiles, 64 x 2048, 67.6 to 78.8; 384 tiles,
+// 96 x 4096, 197 to 192.)
+constexpr int kLengthOfShortLines = 1024;
+constexpr int lines_min_tiles(int head_size) {
+  return head_size == 128 ? 384 : head_size > 128 ? 32 : 24;
+}
 // Min stages of a pipeline. (The same page. 96: 12 warps with 2 stages 234 us, 8 with 4 stages
 // 252.)
 constexpr int kMinStagesOfLines = 2;

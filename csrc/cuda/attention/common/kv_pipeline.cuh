@@ -183,8 +183,11 @@ class KvPipeline {
     const int page = (kWhole ? of_stage : of_stage >> 1) & (1 << shift) - 1;
     const int count = min(min(stages, to_produce_), layout_.copy_stages);
     const bool is_active = stage < count;
+    // In place of a page past the sequence's end, the stage's first page is copied again. Nobody
+    // sees its tokens there, and such a stage needs no code of its own.
+    const int token = first_token_ + stage * token_step_ + (page << layout_.page_shift);
     const int32_t block =
-        kWhole ? blocks_ : __shfl_sync(0xffffffffu, blocks_, (stage << shift) + page);
+        __shfl_sync(0xffffffffu, blocks_, (stage << shift) + (token < seq_len_ ? page : 0));
     const bool is_valid = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
     if (__any_sync(0xffffffffu, is_active && !is_valid))
       return copies;  // produce() handles absent pages

@@ -65,7 +65,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   constexpr int kTokens = Mma::kTokens, kShift = kStageShift<kStageTokens>;
   using Pipeline = KvPipeline<Cache, kMaxStored, kStageTokens, kForm, kShared>;
   extern __shared__ __align__(1024) char shared[];  // pipelines, then the warps' partials
-  constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
+  constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp, kForm> / 32;
   __shared__ uint64_t pipeline_words[kWarps][Pipeline::kWords];
   __shared__ float2 warp_stats[kWarps * 8];
   // Three slots: when a work tile is stored, some threads may still write the output of the tile
@@ -116,10 +116,12 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
   // Rounds of sequences whose lengths a lane keeps, as registers allow.
-  constexpr int kRounds = kMultiWarp || (NewToken::kAny && kBytes == 1) ? 1
-                          : kHasZeros<Cache>                            ? sm90a_or(3, 1)
-                          : kBytes == 1                                 ? 4
-                                                                        : 8;
+  constexpr bool kFewRegisters =
+      kMultiWarp || kHeadPerWarp && kMaxHeadSize >= 128 || NewToken::kAny && kBytes == 1;
+  constexpr int kRounds = kFewRegisters      ? 1
+                          : kHasZeros<Cache> ? sm90a_or(3, 1)
+                          : kBytes == 1      ? 4
+                                             : 8;
   using Scheduler = TileScheduler<kRounds, !kMultiWarp && !kHeadPerWarp>;
   Scheduler scheduler;
   uint32_t index = blockIdx.x;  // of the current work tile
@@ -454,7 +456,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 }
 
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, bool kHalves>
-__global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp>, 1)
+__global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp, kForm>, 1)
     paged_attention_decode_kernel(const __grid_constant__ PagedAttentionParams p,
                                   const __grid_constant__ DecodeShape shape,
                                   const __grid_constant__ KvTensorMaps maps,

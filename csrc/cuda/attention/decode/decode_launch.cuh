@@ -109,7 +109,7 @@ void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelCho
       throw std::logic_error("paged_attention: no decode kernel has plain rows of this head size");
     case KvForm::kLines:
       if constexpr (kHasCodeForSm90a && sizeof(Cache) == 1 && !kHasTokenScales<Cache>) {
-        if (with_size<64, 80, 96, 112, 160, 192, 224>(choice.padded_head_size, lines)) return;
+        if (with_size<64, 80, 96, 112, 128, 160, 192, 224>(choice.padded_head_size, lines)) return;
       }
       throw std::logic_error("paged_attention: no decode kernel has lines of this head size");
   }

@@ -23,9 +23,11 @@ template <typename Cache, int kMaxHeadSize, KvForm kForm>
 constexpr bool kMayHalveStages = kForm == KvForm::kPackedBoxes && sizeof(Cache) == 1 &&
                                  kMaxHeadSize > 128 && !kHasTokenScales<Cache>;
 
-// Max threads (decode_threads).
-template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
-constexpr int kDecodeThreads = decode_threads(sizeof(Cache), kMaxHeadSize, kMultiWarp);
+// Max threads (decode_threads, lines_threads).
+template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm = KvForm::kPackedPages>
+constexpr int kDecodeThreads =
+    kForm == KvForm::kLines ? lines_threads(kMaxHeadSize)
+                            : decode_threads(sizeof(Cache), kMaxHeadSize, kMultiWarp);
 
 // Whether wgmma decode has the work of several warps a pipeline, on an architecture that has wgmma.
 template <typename Cache, int kMaxHeadSize>

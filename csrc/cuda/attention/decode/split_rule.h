@@ -2,7 +2,8 @@
 //
 // Up to few_tiles query tiles are split into about one work tile per CTA. These are as many as
 // CTAs, or half as many in form kLines. A small batch is split for half of the SMs (few_ctas), and
-// very short sequences are not split (whole_stages). With more query tiles, equal shares gain
+// very short sequences are not split (whole_stages). If there would be more work tiles than CTAs,
+// splits may be made longer (one_wave_stages). With more query tiles, equal shares gain
 // nothing: memory bandwidth is the limit, and a CTA's share of it grows when others are done. Then
 // only long query tiles are split. A split is at most a quarter of an SM's share, or half of it
 // with wgmma.
@@ -31,6 +32,7 @@ struct SplitRule {
   float small_stages = 0;    // it is small if the longest split then has up to so many stages
   uint32_t whole_stages = 0;  // if no sequence has more stages, none is split
   float max_split_share = 0;  // with more query tiles: largest split / a CTA's share
+  float one_wave_stages = 0;  // up to so many stages of a work tile, no CTA takes a second one
 };
 
 // For a decode launch.
@@ -67,6 +69,20 @@ VLLM_KERNELS_HOST_DEVICE inline float splits_per_stage(const SplitRule& rule,
   float result = fast_quotient(1.0f, split);
   if (kSmallBatches && batch.longest <= rule.whole_stages) result = 0.0f;
   return result;
+}
+
+// The same where splits make more work tiles than CTAs, though query tiles are fewer. Some CTAs
+// would then take two, one after the other. Longer splits make one wave, unless they take too long.
+VLLM_KERNELS_HOST_DEVICE inline float splits_per_stage_in_one_wave(const SplitRule& rule,
+                                                                   const BatchStages& batch,
+                                                                   int kv_heads, uint32_t ctas,
+                                                                   float splits_per_stage) {
+  // Each query tile has one CTA. The others get as many stages each.
+  const float split = ceilf(fast_quotient(static_cast<float>(batch.all) * kv_heads,
+                                          static_cast<float>(ctas - batch.query_tiles)));
+  const float longest = fminf(static_cast<float>(batch.longest), split);
+  const float limit = fmaxf(rule.one_wave_stages, fast_quotient(2.0f, splits_per_stage));
+  return longest <= limit ? fast_quotient(1.0f, split) : splits_per_stage;
 }
 
 // Splits of a query tile of `stages` stages.

@@ -203,33 +203,45 @@ class TileScheduler {
     fixed_split_stages_ = p.fixed_split_size > 0 ? fixed_split_stages(p, shape.stage_shift) : 0;
     round_ = 0;
     before_ = 0;
-    uint32_t stages = 0, query_tiles = 0, longest = 0, work_tiles = 0;
+    BatchStages batch = {};
 #pragma unroll 1
-    for (int i = 0; i < 2 * rounds; ++i) {  // all rounds twice: first the sums, then the tiles
-      const bool again = i >= rounds;
-      load(p, shape, again ? i - rounds : i, lane, i == 0);
-      if (again) {
-        work_tiles += tiles_of_lane() * p.kv.num_kv_heads;
+    for (int pass = 0; pass < 3; ++pass) {  // first sums, then work tiles, again if they are many
+      uint32_t work_tiles = 0;
+#pragma unroll 1
+      for (int round = 0; round < rounds; ++round) {
+        load(p, shape, round, lane, pass == 0 && round == 0);
+        if (pass > 0) {
+          work_tiles += tiles_of_lane() * p.kv.num_kv_heads;
+          continue;
+        }
+        batch.all += static_cast<uint32_t>(work_.stages) * work_.m_blocks;
+        batch.query_tiles += work_.m_blocks;
+        batch.longest = max(batch.longest, static_cast<uint32_t>(work_.stages));
+      }
+      if (pass == 0) {
+        batch = {
+            .all = __reduce_add_sync(0xffffffffu, batch.all),
+            .longest = __reduce_max_sync(0xffffffffu, batch.longest),
+            .query_tiles = __reduce_add_sync(0xffffffffu, batch.query_tiles) * p.kv.num_kv_heads};
+        longest_ = batch.longest;
+        splits_per_stage_ = splits_per_stage<kSmallBatches>(shape.splits, batch, p.kv.num_kv_heads,
+                                                            gridDim.x, shape.stage_shift);
         continue;
       }
-      stages += static_cast<uint32_t>(work_.stages) * work_.m_blocks;
-      query_tiles += work_.m_blocks;
-      longest = max(longest, static_cast<uint32_t>(work_.stages));
-      if (i + 1 == rounds) {
-        query_tiles = __reduce_add_sync(0xffffffffu, query_tiles) * p.kv.num_kv_heads;
-        longest_ = __reduce_max_sync(0xffffffffu, longest);
-        splits_per_stage_ = splits_per_stage<kSmallBatches>(
-            shape.splits, {__reduce_add_sync(0xffffffffu, stages), longest_, query_tiles},
-            p.kv.num_kv_heads, gridDim.x, shape.stage_shift);
+      num_tiles_ = __reduce_add_sync(0xffffffffu, work_tiles);
+      const bool takes_two = num_tiles_ > gridDim.x && batch.query_tiles <= gridDim.x;
+      if (!kSmallBatches || !takes_two || fixed_split_stages_ > 0) break;
+      if (pass == 1) {
+        splits_per_stage_ = splits_per_stage_in_one_wave(shape.splits, batch, p.kv.num_kv_heads,
+                                                         gridDim.x, splits_per_stage_);
       }
     }
-    num_tiles_ = __reduce_add_sync(0xffffffffu, work_tiles);
     if (num_tiles_ > static_cast<uint32_t>(shape.slots)) {  // no room for partials: do not split
       // This may also drop fixed_split_size: check_fixed_split() cannot know of sequences whose
       // query tokens overlap.
       fixed_split_stages_ = 0;
       splits_per_stage_ = 0.0f;
-      num_tiles_ = query_tiles;
+      num_tiles_ = batch.query_tiles;
     }
     class_ = 0;
   }
