@@ -13,8 +13,8 @@ STORED = {
     "scaled": torch.int8,
     "int4": torch.int8,
 }
-# Whole sequences, splits for half of the SMs, and for all. Ends of pages and of stages. From nine
-# sequences on CTAs have half an SM; splits of the last three would make more work tiles than CTAs.
+# Whole sequences, splits for half of the SMs, and for all. Ends of pages and of stages. Nine
+# sequences and more: CTAs of half an SM in 8 bits. Splits of [500, ...] would make two waves.
 BATCHES = [
     [1],
     [255],
@@ -37,6 +37,7 @@ BATCHES = [
     [1000, 900, 800, *[20] * 9],
     [33, 1, 300, 1000, *[250, 5] * 6],
     [4100, 2500, 600, *[17] * 8],
+    [500, 500, *[10] * 9],
 ]
 
 
@@ -66,7 +67,7 @@ def test_batches(device, stored, layout):
 @pytest.mark.parametrize("head_size", [64, 80, 256])
 @pytest.mark.parametrize("stored", ["bf16", "e4m3"])
 def test_head_sizes(device, stored, head_size):
-    for lens in ([130], [200], [520], [777], [1500], [300] * 4, [90, 2000]):
+    for lens in ([130], [200], [520], [777], [1500], [300] * 4, [90, 2000], [700] + [20] * 9):
         check(make(device, stored, lens, "vllm", head_size))
 
 

@@ -7,9 +7,9 @@
 
 namespace vllm_kernels::cuda {
 
-// The KV heads of a work tile of decode in form kLines: as many as fill whole lines of 128 bytes.
-// 1: another form. Query tiles are fewer and split further than with one head, so a batch has some.
-// With fixed_split_size the form must not depend on the batch.
+// The KV heads of a work tile of decode in form kLines (lines_heads()). 1: another form. Query
+// tiles are fewer and split further than with one head, so a batch has some. With fixed_split_size
+// the form must not depend on the batch.
 int heads_of_lines(const PagedAttentionParams& p, const DeviceModel& device);
 
 // Sets the form, warps, stages and shared memory of such a launch.

@@ -78,7 +78,7 @@ int ctas_of_half_an_sm(const PagedAttentionParams& p, const DeviceModel& device,
   if (size_of(p.kv.dtype) > 1) return 0;
   const int64_t tiles = int64_t{p.num_seqs} * p.kv.num_kv_heads;
   if (tiles > device.num_sms) return 2;
-  if (2 * tiles <= device.num_sms || device.architecture < 90 || padded > 128 ||
+  if (2 * tiles <= device.num_sms || device.architecture < 90 || padded > 128 || p.concurrent ||
       p.token_scales.any()) {
     return 0;
   }

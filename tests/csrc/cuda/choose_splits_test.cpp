@@ -277,9 +277,21 @@ TEST(ChooseKernel, CtasOfHalfAnSm) {
     EXPECT_EQ(shape(call(seqs, 500, DType::kBFloat16)), whole);
   }
   EXPECT_EQ(shape(call(17, 500, e4m3)), pairs);
+  // Two of 228 KB fit, with static and reserved memory.
+  const int bytes = choose_kernel(call(16, 500, e4m3), kDevices[2].model).main.shared_bytes;
+  EXPECT_LE(2 * (bytes + 3072 + 1024), 228 * 1024);
   EXPECT_EQ(shape(call(9, 100, e4m3, 256)), whole);
-  EXPECT_GT(shape(call(12, 500, e4m3), 0).first, 4);  // A100, 108 SMs
+  const auto in_layout_vllm = [](PagedAttentionParams p) {
+    p.kv.layout = KvLayout::kVllm;
+    set_strides(p.kv);
+    return p;
+  };
+  EXPECT_EQ(shape(in_layout_vllm(call(12, 500, e4m3, 64))).first, 6);
+  EXPECT_EQ(shape(in_layout_vllm(call(12, 500, e4m3, 64)), 0).first, 12);  // A100, 108 SMs
   PagedAttentionParams p = call(9, 500, e4m3);
+  p.concurrent = true;
+  EXPECT_EQ(shape(p), whole);
+  p = call(9, 500, e4m3);
   p.fixed_split_size = 512;
   EXPECT_EQ(shape(p), whole);
   p = call(9, 500, DType::kInt8);

@@ -63,7 +63,7 @@ Splits split(PagedAttentionParams p, const std::vector<int>& lens, int query_len
                               ? splits_per_stage<true>(result.rule, batch, heads, ctas, shift)
                               : splits_per_stage<false>(result.rule, batch, heads, ctas, shift);
   set_splits(per_stage);
-  if (small_batches && batch.query_tiles <= ctas && result.work_tiles > static_cast<int>(ctas)) {
+  if (small_batches && takes_two_waves(batch, result.work_tiles, ctas)) {
     set_splits(splits_per_stage_in_one_wave(result.rule, batch, heads, ctas, per_stage));
   }
   return result;
@@ -115,16 +115,22 @@ TEST(SplitRule, ShortRaggedBatchesTakeOneWave) {
   lens = {512, 500, 400, 400, 400, 300, 20, 20, 20, 20, 20, 20, 20, 20, 20};
   EXPECT_EQ(split(bf16, lens).of, times(15, 1));
   // Longer tiles would take longer than two waves.
-  lens[0] = lens[1] = 3000;
+  lens[0] = 513;
   EXPECT_GT(split(bf16, lens).work_tiles, 132);
-  // But splits may become twice as long: 10 CTAs a head are left.
-  lens = {40000, 9000, 9000, 9000, 9000, 9000};
-  EXPECT_LE(split(bf16, lens).work_tiles, 132);
-  EXPECT_GT(split(bf16, lens).of[0], 4);
-  // More query tiles than CTAs.
+  // The others leave 5 CTAs a head for two long ones.
+  lens = times(11, 10);
+  lens[0] = lens[1] = 500;
+  EXPECT_EQ(split(bf16, lens).of[0], 2);
+  EXPECT_EQ(split(e4m3, lens).of[0], 2);
+  // Splits of 627 stages in place of 323 would let tiles grow to 1250.
+  lens = {40000, 20000, 20000, 5000, 100, 20, 20, 20};
+  EXPECT_EQ(split(bf16, lens).of[1], 3);
+  // More query tiles than CTAs: some CTAs have two anyway.
   lens = times(20, 20);
-  lens[0] = 4000;
-  EXPECT_GT(split(bf16, lens).of[0], 1);
+  lens[0] = 1100;
+  EXPECT_EQ(split(bf16, lens).of[0], 1);
+  lens[0] = 4200;
+  EXPECT_EQ(split(bf16, lens).of[0], 4);
 }
 
 // Two CTAs an SM: a split has at least 512 tokens of 128 bytes.

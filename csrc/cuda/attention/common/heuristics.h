@@ -39,13 +39,12 @@ constexpr int kPrefillTileRows = 128;
 // Decode, 8-bit caches. CTAs of half an SM with half the warps: two an SM with more query tiles
 // than SMs. One copies while the other combines. (decode/tile_scheduling.md, ragged128_fp8: 157.9
 // to 144.8 us.) With more query tiles than half of the SMs and heads up to 128, the bound in bytes
-// of K in a KV head decides. Up to the first: one an SM. From the second on: two. (decode/
-// small_batches.md, heads of 128: 16 x 130 7.0 to 5.6 us, 16 x 1000 13.2 to 13.0; 16 x 2000 20.0 to
-// 21.0, so it has whole SMs. Two: 9 x 8000 57 to 43; 12 x 4000 33.6, no change. Heads of 256: 12 x
-// 192 7.3 to 8.1.)
+// of K in a KV head decides. Up to the first the grid has one an SM, from the second on two.
+// (decode/small_batches.md, heads of 128: 16 x 130 7.0 to 5.7 us, 16 x 1000 13.2 to 13.0, 16 x 2000
+// 20.0 to 21.0. Two: 9 x 8000 57 to 44. Heads of 256, 12 x 192: 7.3 to 8.1.)
 constexpr int kBytesOfShortPairs = 131072, kBytesOfLongPairs = 524288;
 // Two CTAs an SM for up to as many query tiles as SMs: the min bytes of K of a split. (The same
-// page. 12 x 192 in wide tables: 7.0 to 5.7.)
+// page, 12 x 192 in wide tables: 7.0 to 5.7.)
 constexpr int kMinSplitBytesOfPairs = 65536;
 // Min stages of a decode pipeline. 3 hide the latency of a page, and 2 suffice with two CTAs per
 // SM. (decode/tile_scheduling.md, ragged128_fp8: 6 warps with 2 stages 144.8 us, 4 with 3 stages

@@ -71,18 +71,24 @@ VLLM_KERNELS_HOST_DEVICE inline float splits_per_stage(const SplitRule& rule,
   return result;
 }
 
-// The same where splits make more work tiles than CTAs, though query tiles are fewer. Some CTAs
-// would then take two, one after the other. Longer splits make one wave, unless they take too long.
+// Whether splits make more work tiles than CTAs, though query tiles are fewer. Some CTAs would then
+// take two, one after the other.
+VLLM_KERNELS_HOST_DEVICE inline bool takes_two_waves(const BatchStages& batch, uint32_t work_tiles,
+                                                     uint32_t ctas) {
+  return work_tiles > ctas && batch.query_tiles <= ctas;
+}
+
+// Splits per stage for such a batch: longer splits make one wave, if its work tiles are short.
 VLLM_KERNELS_HOST_DEVICE inline float splits_per_stage_in_one_wave(const SplitRule& rule,
                                                                    const BatchStages& batch,
                                                                    int kv_heads, uint32_t ctas,
                                                                    float splits_per_stage) {
-  // Each query tile has one CTA. The others get as many stages each.
+  // Rounding adds at most one work tile per query tile. So the other CTAs share all stages.
   const float split = ceilf(fast_quotient(static_cast<float>(batch.all) * kv_heads,
                                           static_cast<float>(ctas - batch.query_tiles)));
-  const float longest = fminf(static_cast<float>(batch.longest), split);
-  const float limit = fmaxf(rule.one_wave_stages, fast_quotient(2.0f, splits_per_stage));
-  return longest <= limit ? fast_quotient(1.0f, split) : splits_per_stage;
+  // The number of splits is rounded down.
+  const float longest = fminf(static_cast<float>(batch.longest), 2.0f * split - 1.0f);
+  return longest <= rule.one_wave_stages ? fast_quotient(1.0f, split) : splits_per_stage;
 }
 
 // Splits of a query tile of `stages` stages.

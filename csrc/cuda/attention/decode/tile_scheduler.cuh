@@ -229,8 +229,10 @@ class TileScheduler {
         continue;
       }
       num_tiles_ = __reduce_add_sync(0xffffffffu, work_tiles);
-      const bool takes_two = num_tiles_ > gridDim.x && batch.query_tiles <= gridDim.x;
-      if (!kSmallBatches || !takes_two || fixed_split_stages_ > 0) break;
+      if (!kSmallBatches || fixed_split_stages_ > 0 ||
+          !takes_two_waves(batch, num_tiles_, gridDim.x)) {
+        break;
+      }
       if (pass == 1) {
         splits_per_stage_ = splits_per_stage_in_one_wave(shape.splits, batch, p.kv.num_kv_heads,
                                                          gridDim.x, splits_per_stage_);
