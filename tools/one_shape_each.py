@@ -16,6 +16,7 @@ from one_shape.attention import (
     general_attention,
     lines_of_heads,
     prompts,
+    ragged_batches,
     shards,
     split_prompts,
     tree_masks,
@@ -37,6 +38,7 @@ def main() -> None:
     groups = (
         general_attention,
         lines_of_heads,
+        ragged_batches,
         token_scales,
         token_zeros,
         tree_masks,

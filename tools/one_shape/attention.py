@@ -94,6 +94,22 @@ def lines_of_heads() -> None:
                 torch.cuda.synchronize()
 
 
+def ragged_batches() -> None:
+    """paged_attention of one token a sequence: splits in one wave, CTAs of half an SM."""
+    page, heads = 16, 8
+    for dtype in {*DTYPES} - {torch.float32}:
+        for stored in (dtype, torch.float8_e4m3fn):
+            for head_size, columns in ((64, 32), (128, 32), (128, 300)):
+                lens = torch.tensor([500, 490] + [10] * 9, device=CUDA).int()
+                tables = torch.randint(0, 60, (len(lens), columns), device=CUDA).int()
+                rows = torch.randn(2, 60, page, heads, head_size, device=CUDA).to(stored)
+                query = torch.randn(len(lens), 4 * heads, head_size, device=CUDA, dtype=dtype)
+                vllm_kernels.paged_attention(query, *rows, tables, lens, layout="NHD")
+                caches = in_vllm_layout(rows[0])
+                vllm_kernels.paged_attention(query, *caches, tables, lens, layout="vllm")
+                torch.cuda.synchronize()
+
+
 def prompts() -> None:
     """paged_attention of prompts beside decodes: every head size, layout and kind of score."""
     page = 16
