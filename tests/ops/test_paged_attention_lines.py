@@ -35,8 +35,8 @@ def make(
     dtype: torch.dtype = torch.bfloat16,
     **options: object,
 ) -> Case:
-    """tiles: work tiles of a sequence. Heads of 128 have 12 times as many: few have no lines."""
-    kv_heads = tiles * HEADS[head_size] * (12 if head_size == 128 else 1)
+    """tiles: work tiles of a sequence. Heads of 128 have 32 times as many: few have no lines."""
+    kv_heads = tiles * HEADS[head_size] * (32 if head_size == 128 else 1)
     case = make_case(
         "cuda", dtype, lens, heads=group * kv_heads, kv_heads=kv_heads, head_size=head_size,
         block_size=block_size, stored=stored, layout="NHD", scales_per_head=True, **options,

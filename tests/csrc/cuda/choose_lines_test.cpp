@@ -48,9 +48,9 @@ TEST(ChooseKernel, HeadsThatFillLines) {
   p.num_heads = 8;
   p.kv.num_kv_heads = 2;
   set_strides(p.kv);
-  for (const int seqs : {383, 384}) {
+  for (const int seqs : {1023, 1024}) {
     p.num_seqs = p.num_tokens = seqs;
-    EXPECT_EQ(choose(p).kv_heads, seqs == 384 ? 2 : 1);
+    EXPECT_EQ(choose(p).kv_heads, seqs == 1024 ? 2 : 1);
   }
 }
 

@@ -289,11 +289,11 @@ constexpr int lines_heads(int head_size) {
 // A batch has so many query tiles at least, and a longest sequence of more tokens. Lines lack the
 // speculative prologue, and one CTA combines the splits of several heads. (The same page. 80: 12
 // ragged tiles 28 to 31 us, 24 x 300 tokens 10.7 to 14.0, 24 x 1000 19.8 to 18.2. 64: 24 x 1000
-// 14.7 to 15.7. 160: 24 ragged tiles 30 to 37. 128: 256 tiles, 64 x 2048, 67.6 to 78.8; 384 tiles,
-// 96 x 4096, 197 to 192.)
+// 14.7 to 15.7. 160: 24 ragged tiles 30 to 37. 128: 256 tiles, 64 x 2048, 67.6 to 78.8; 400
+// tiles, 100 x 500 in wide tables, 36.5 to 41.3; 1024 tiles, 256 x 300, 68.1 to 66.2.)
 constexpr int kLengthOfShortLines = 1024;
 constexpr int lines_min_tiles(int head_size) {
-  return head_size == 128 ? 384 : head_size > 128 ? 32 : 24;
+  return head_size == 128 ? 1024 : head_size > 128 ? 32 : 24;
 }
 // Min stages of a pipeline. (The same page. 96: 12 warps with 2 stages 234 us, 8 with 4 stages
 // 252.)
