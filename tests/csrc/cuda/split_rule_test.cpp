@@ -117,6 +117,10 @@ TEST(SplitRule, ShortRaggedBatchesTakeOneWave) {
   // Longer tiles would take longer than two waves.
   lens[0] = 513;
   EXPECT_GT(split(bf16, lens).work_tiles, 132);
+  // A split of 27 stages may be a tile of 53, and 32 are short.
+  lens = times(12, 70);
+  lens[0] = 1000;
+  EXPECT_EQ(split(bf16, lens).of[0], 7);
   // The others leave 5 CTAs a head for two long ones.
   lens = times(11, 10);
   lens[0] = lens[1] = 500;
