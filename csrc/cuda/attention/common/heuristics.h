@@ -38,10 +38,11 @@ constexpr int kPrefillTileRows = 128;
 
 // Decode, 8-bit caches. CTAs of half an SM with half the warps: two an SM with more query tiles
 // than SMs. One copies while the other combines. (decode/tile_scheduling.md, ragged128_fp8: 157.9
-// to 144.8 us.) With more query tiles than half of the SMs and heads up to 128, the bound in bytes
-// of K in a KV head decides. Up to the first the grid has one an SM, from the second on two.
-// (decode/small_batches.md, heads of 128: 16 x 130 7.0 to 5.7 us, 16 x 1000 13.2 to 13.0, 16 x 2000
-// 20.0 to 21.0. Two: 9 x 8000 57 to 44. Heads of 256, 12 x 192: 7.3 to 8.1.)
+// to 144.8 us.) Heads up to 128 have them with more query tiles than half of the SMs, too. There
+// the bound on the lengths decides, in bytes of K in a KV head. Up to the first the grid has one an
+// SM, from the second on two. (decode/small_batches.md, heads of 128: 16 x 130 7.0 to 5.7 us, 16 x
+// 1000 13.2 to 13.0, 16 x 2000 20.0 to 21.0. Two: 9 x 8000 54 to 44. Heads of 256, 12 x 192: 7.3 to
+// 8.1.)
 constexpr int kBytesOfShortPairs = 131072, kBytesOfLongPairs = 524288;
 // Two CTAs an SM for up to as many query tiles as SMs: the min bytes of K of a split. (The same
 // page, 12 x 192 in wide tables: 7.0 to 5.7.)
@@ -68,9 +69,9 @@ constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;
 // for each SM: 2 x 1024, e4m3, 32768 bytes, 7.0 to 6.0. 2 x 2048, e4m3, 65536, 7.7 to 8.2. 1 x
 // 2048, bf16, 65536, 7.7 to 6.7. 4 x 384, bf16, 49152, 6.1 to 6.4.)
 constexpr int kBytesOfSmallTile = 73728, kUnboundedDivisor = 2;
-// Decode. If splits make more work tiles than CTAs, the largest work tile in bytes of K for which
-// splits are made longer, so that no CTA has two. (The same page, bf16, 16 sequences of 1 to 300
-// tokens: 10.5 to 6.9 us.)
+// Decode. If splits make more work tiles than CTAs, splits are made longer, so that no CTA has two.
+// A work tile may then have up to so many bytes of K. (The same page, bf16, 16 sequences of 1 to
+// 300 tokens: 10.5 to 6.9 us.)
 constexpr int kBytesOfOneWave = 131072;
 // Decode. If no sequence has more values of K in a KV head (tokens x head size), none is split.
 // (The same page, heads of 128. bf16: 1 x 256 5.0 to 4.3 us, 1 x 384 4.6 to 5.2. e4m3: 1 x 256 5.0
