@@ -39,6 +39,11 @@ PrefillWork prefill_work(const PagedAttentionParams& p) {
           static_cast<float>(tiles_of(p.max_query_len)), widest};
 }
 
+// Bytes of K in a KV head, by the bound on the lengths.
+int64_t seen_bytes(const PagedAttentionParams& p) {
+  return seen_tokens(p) * p.head_size() * size_of(p.kv.dtype);
+}
+
 }  // namespace
 
 bool gains_by_splits(const PagedAttentionParams& p, const DeviceModel& device,
@@ -82,7 +87,7 @@ int ctas_of_half_an_sm(const PagedAttentionParams& p, const DeviceModel& device,
       p.token_scales.any()) {
     return 0;
   }
-  const int64_t bytes = seen_tokens(p) * p.head_size();
+  const int64_t bytes = seen_bytes(p);
   return bytes <= kBytesOfShortPairs ? 1 : bytes >= kBytesOfLongPairs ? 2 : 0;
 }
 
@@ -95,9 +100,8 @@ void set_decode_grid(const PagedAttentionParams& p, const DeviceModel& device,
                         rows_of(p, p.max_query_len) <= 8;
   if (!overlaps) return;
   choice.few_ctas = device.num_sms / 2;
-  const int64_t bytes = seen_tokens(p) * p.head_size() * size_of(p.kv.dtype);  // of a KV head
-  const int splits = choice.few_ctas / p.kv.num_kv_heads;
-  if (p.num_seqs == 1 && p.fixed_split_size == 0 && bytes <= int64_t{splits} * kBytesOfSmallTile) {
+  const int64_t splits = choice.few_ctas / p.kv.num_kv_heads;
+  if (p.num_seqs == 1 && p.fixed_split_size == 0 && seen_bytes(p) <= splits * kBytesOfSmallTile) {
     choice.grid.x = choice.few_ctas;
   }
 }

@@ -18,14 +18,14 @@ SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, 
       .min_split_stages = is_wgmma ? pipelines : std::max(1, readers >> (stage_shift - 4)),
       .combine_share = pipelines,
       .max_split_share = is_wgmma ? kWgmmaMaxSplitShare : kMaxSplitShare * choice.ctas_per_sm};
-  const int stage_bytes = (p.head_size() << stage_shift) * size_of(p.kv.dtype);
+  const int element = size_of(p.kv.dtype), stage_values = p.head_size() << stage_shift,
+            stage_bytes = stage_values * element;
   rule.one_wave_stages = static_cast<float>(kBytesOfOneWave) / static_cast<float>(stage_bytes);
   const bool has_spare_ctas = int64_t{p.num_seqs} * p.kv.num_kv_heads <= ctas / 2;
   if (choice.ctas_per_sm > 1 && has_spare_ctas) {
     rule.min_split_stages = std::max(rule.min_split_stages, kMinSplitBytesOfPairs / stage_bytes);
   }
   if (choice.few_ctas == 0) return rule;
-  const int element = size_of(p.kv.dtype), stage_values = stage_bytes / element;
   const bool is_one_of_16_bits = p.num_seqs == 1 && element == 2;
   const int small_bytes =
       is_one_of_16_bits ? kBytesOfSmallTile : kBytesOfSmallTile / kUnboundedDivisor;
