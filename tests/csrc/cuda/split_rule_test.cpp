@@ -50,22 +50,26 @@ Splits split(PagedAttentionParams p, const std::vector<int>& lens, int query_len
   batch.query_tiles = p.num_seqs * heads;
   const auto ctas = static_cast<uint32_t>(choice.grid.x);
   const bool small_batches = !is_wgmma && !choice.multi_warp && choice.form != KvForm::kLines;
-  const auto set_splits = [&](float per_stage) {
+  float per_stage = small_batches ? splits_per_stage<true>(result.rule, batch, heads, ctas, shift)
+                                  : splits_per_stage<false>(result.rule, batch, heads, ctas, shift);
+  const auto count = [&](bool& is_long) {
     result.of.clear();
     result.work_tiles = 0;
     for (const int len : lens) {
       const int stages = (len + tokens - 1) / tokens, splits = splits_of(stages, per_stage);
+      is_long |= stages > splits * result.rule.one_wave_stages;
       result.of.push_back(splits);
       result.work_tiles += splits * heads;
     }
+    return static_cast<uint32_t>(result.work_tiles);
   };
-  const float per_stage = small_batches
-                              ? splits_per_stage<true>(result.rule, batch, heads, ctas, shift)
-                              : splits_per_stage<false>(result.rule, batch, heads, ctas, shift);
-  set_splits(per_stage);
-  if (small_batches && takes_two_waves(batch, result.work_tiles, ctas)) {
-    set_splits(splits_per_stage_in_one_wave(result.rule, batch, heads, ctas, per_stage));
+  bool is_long = false;
+  const float two_waves = per_stage;
+  if (small_batches && takes_two_waves(batch, count(is_long), ctas) &&
+      !makes_one_wave(result.rule, ctas, per_stage, count)) {
+    per_stage = two_waves;
   }
+  count(is_long);
   return result;
 }
 
@@ -90,11 +94,13 @@ TEST(SplitRule, SmallBatchesAreSplitForHalfOfTheSms) {
   // 72 query tiles are more than half of the SMs.
   std::vector<int> lens = times(9, 128);
   lens[2] = 1024;
-  EXPECT_EQ(split(e4m3, lens).of[2], 8);
+  EXPECT_EQ(split(e4m3, lens).of[2], 6);
   lens.pop_back();
   EXPECT_EQ(split(e4m3, lens).of[2], 4);
-  // An equal share of 7.3 stages would be 8, two splits of 22 stages, which are too long.
-  EXPECT_EQ(split(e4m3, {704, 288, 288, 288, 288, 64}).of[0], 5);
+  // An equal share is 7.3 stages. Two splits of 22 stages are too long, and three fit.
+  EXPECT_EQ(split(e4m3, {704, 288, 288, 288, 288, 64}).of[0], 3);
+  // Three splits of 28 stages are too long, and four do not fit.
+  EXPECT_EQ(split(e4m3, {896, 288, 288, 288, 288, 64}).of[0], 5);
 }
 
 // If the splits would be too long, every SM has one.
@@ -111,21 +117,21 @@ TEST(SplitRule, LongerBatchesAreSplitForAllSms) {
 TEST(SplitRule, ShortRaggedBatchesTakeOneWave) {
   const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32), e4m3 = nhd_call(kE4m3, 128, 32);
   std::vector<int> lens = {1000, 900, 800, 20, 20, 20, 20, 20, 20, 20, 20, 20};
-  EXPECT_EQ(split(e4m3, lens).of, times(12, 1));
-  lens = {512, 500, 400, 400, 400, 300, 20, 20, 20, 20, 20, 20, 20, 20, 20};
-  EXPECT_EQ(split(bf16, lens).of, times(15, 1));
-  // Longer tiles would take longer than two waves.
-  lens[0] = 513;
-  EXPECT_GT(split(bf16, lens).work_tiles, 132);
-  // A split of 27 stages may be a tile of 53, and 32 are short.
+  EXPECT_EQ(split(e4m3, lens).of, (std::vector{2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1}));
+  // Splits have 8 stages, then 10, then 12.5.
   lens = times(12, 70);
   lens[0] = 1000;
-  EXPECT_EQ(split(bf16, lens).of[0], 7);
-  // The others leave 5 CTAs a head for two long ones.
+  EXPECT_EQ(split(bf16, lens).of[0], 5);
   lens = times(11, 10);
   lens[0] = lens[1] = 500;
-  EXPECT_EQ(split(bf16, lens).of[0], 2);
-  EXPECT_EQ(split(e4m3, lens).of[0], 2);
+  EXPECT_EQ(split(bf16, lens).of[0], 3);
+  EXPECT_EQ(split(e4m3, lens).of[0], 3);
+  // One CTA a head is left for three long sequences, so none is split. 96 stages are not too long.
+  lens = times(15, 20);
+  lens[0] = lens[1] = lens[2] = 1536;
+  EXPECT_EQ(split(bf16, lens).of, times(15, 1));
+  lens[0] = lens[1] = lens[2] = 1537;
+  EXPECT_GT(split(bf16, lens).work_tiles, 132);
   // Splits of 627 stages in place of 323 would let tiles grow to 1250.
   lens = {40000, 20000, 20000, 5000, 100, 20, 20, 20};
   EXPECT_EQ(split(bf16, lens).of[1], 3);
@@ -135,6 +141,26 @@ TEST(SplitRule, ShortRaggedBatchesTakeOneWave) {
   EXPECT_EQ(split(bf16, lens).of[0], 1);
   lens[0] = 4200;
   EXPECT_EQ(split(bf16, lens).of[0], 4);
+}
+
+// Eight pipelines take eight stages at a time: 128 tokens in bf16, 256 in e4m3.
+TEST(SplitRule, RoundsOfPipelines) {
+  const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32), e4m3 = nhd_call(kE4m3, 128, 32);
+  // Two splits of 19 stages, or five of 44, would take two rounds.
+  EXPECT_EQ(split(bf16, {300}).of, times(1, 3));
+  EXPECT_EQ(split(bf16, {700}).of, times(1, 6));
+  EXPECT_EQ(split(bf16, {1400}).of, times(1, 8));  // nine of 88 do not fit
+  EXPECT_EQ(split(bf16, times(3, 300)).of, times(3, 2));  // three would not fit half of the SMs
+  EXPECT_EQ(split(bf16, {200, 200, 200, 1000}).of[3], 8);
+  EXPECT_EQ(split(e4m3, times(8, 400)).of, times(8, 1));  // two would need 128 of 132 CTAs
+  // One split of 13 stages would be too long for half of the SMs.
+  EXPECT_EQ(split(e4m3, times(4, 400)).of, times(4, 2));
+  // Five splits of 20 stages would fill 120 CTAs, and four take one round, too.
+  EXPECT_EQ(split(e4m3, times(3, 640)).of, times(3, 4));
+  // Calls that run beside prefill do not overlap.
+  PagedAttentionParams concurrent = bf16;
+  concurrent.concurrent = true;
+  EXPECT_EQ(split(concurrent, {300}).of, times(1, 2));
 }
 
 // Two CTAs an SM: a split has at least 512 tokens of 128 bytes.
@@ -152,12 +178,12 @@ TEST(SplitRule, PairsOfCtasHaveLongSplits) {
 TEST(SplitRule, VeryShortSequencesAreWhole) {
   const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32), e4m3 = nhd_call(kE4m3, 128, 32);
   EXPECT_EQ(split(bf16, {256}).of, times(1, 1));
-  EXPECT_EQ(split(bf16, {272}).of, times(1, 2));
+  EXPECT_EQ(split(bf16, {272}).of, times(1, 3));
   EXPECT_EQ(split(e4m3, {384}).of, times(1, 1));
   EXPECT_EQ(split(e4m3, {416}).of, times(1, 3));
   EXPECT_EQ(split(nhd_call(kBf16, 64, 32), {512}).of, times(1, 1));
   // Beside a longer one they are split as long ones are.
-  EXPECT_EQ(split(bf16, {256, 300}).of, (std::vector{2, 2}));
+  EXPECT_EQ(split(bf16, {256, 300}).of, (std::vector{2, 3}));
 }
 
 // With many query tiles a split has a quarter of an SM's share, and 1024 tokens at least.

@@ -20,7 +20,8 @@ SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, 
       .max_split_share = is_wgmma ? kWgmmaMaxSplitShare : kMaxSplitShare * choice.ctas_per_sm};
   const int element = size_of(p.kv.dtype), stage_values = p.head_size() << stage_shift,
             stage_bytes = stage_values * element;
-  rule.one_wave_stages = static_cast<float>(kBytesOfOneWave) / static_cast<float>(stage_bytes);
+  rule.one_wave_stages =
+      (choice.ctas_per_sm > 1 ? kBytesOfOneWaveOfPairs : kBytesOfOneWave) / stage_bytes;
   const bool has_spare_ctas = int64_t{p.num_seqs} * p.kv.num_kv_heads <= ctas / 2;
   if (choice.ctas_per_sm > 1 && has_spare_ctas) {
     rule.min_split_stages = std::max(rule.min_split_stages, kMinSplitBytesOfPairs / stage_bytes);
@@ -30,6 +31,7 @@ SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, 
   const int small_bytes =
       is_one_of_16_bits ? kBytesOfSmallTile : kBytesOfSmallTile / kUnboundedDivisor;
   rule.few_ctas = choice.few_ctas;
+  rule.round_stages = static_cast<float>(pipelines);
   rule.small_stages = static_cast<float>(small_bytes) / static_cast<float>(stage_bytes);
   rule.whole_stages = (element == 1 ? kValuesOfWholeTile8Bit : kValuesOfWholeTile) / stage_values;
   return rule;

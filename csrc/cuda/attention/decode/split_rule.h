@@ -2,8 +2,9 @@
 //
 // Up to few_tiles query tiles are split into about one work tile per CTA. These are as many as
 // CTAs, or half as many in form kLines. A small batch is split for half of the SMs (few_ctas), and
-// very short sequences are not split (whole_stages). If there would be more work tiles than CTAs,
-// splits may be made longer (one_wave_stages). With more query tiles, equal shares gain
+// very short sequences are not split (whole_stages). A round is a stage for each pipeline. If one
+// round suffices, fewer CTAs take as long (round_stages). If there would be more work tiles than
+// CTAs, splits may be made longer (one_wave_stages). With more query tiles, equal shares gain
 // nothing: memory bandwidth is the limit, and a CTA's share of it grows when others are done. Then
 // only long query tiles are split. A split is at most a quarter of an SM's share, or half of it
 // with wgmma.
@@ -32,7 +33,8 @@ struct SplitRule {
   float small_stages = 0;    // it is small if the longest split then has up to so many stages
   uint32_t whole_stages = 0;  // if no sequence has more stages, none is split
   float max_split_share = 0;  // with more query tiles: largest split / a CTA's share
-  float one_wave_stages = 0;  // up to so many stages of a work tile, no CTA takes a second one
+  int one_wave_stages = 0;    // up to so many stages of a work tile, no CTA takes a second one
+  float round_stages = 0;     // a stage for each pipeline, if launches overlap
 };
 
 // For a decode launch.
@@ -45,30 +47,55 @@ struct BatchStages {
   uint32_t query_tiles;  // of all KV heads
 };
 
+// Stages of a split if the longest query tile has `splits` of them. It is a bit less than the
+// quotient, so that rounding does not take one away.
+VLLM_KERNELS_HOST_DEVICE inline float stages_of_one(float longest, float splits) {
+  return fast_quotient(0.9999f * longest, splits);
+}
+
+// Stages of a split with few query tiles. `all`: stages of the batch. `share`: of them, a CTA's.
+VLLM_KERNELS_HOST_DEVICE inline float split_of_few_tiles(const SplitRule& rule,
+                                                         const BatchStages& batch, float all,
+                                                         float share) {
+  const float longest = batch.longest, round = rule.round_stages, min_split = rule.min_split_stages;
+  float split = fmaxf(fmaxf(ceilf(share), fminf(round, share * kShareOfOneRound)), min_split);
+  float min_share = share * kShareOfMoreSplits;
+  if (batch.query_tiles <= rule.few_ctas) {
+    const float share_of_few = fast_quotient(all, static_cast<float>(rule.few_ctas));
+    float longer = fmaxf(ceilf(share_of_few), min_split);
+    float splits = fmaxf(floorf(fast_quotient(longest, longer)), 1.0f);
+    if (longest > rule.small_stages * splits && longest >= share_of_few * (splits + 1.0f)) {
+      splits += 1.0f;
+      longer = stages_of_one(longest, splits);
+    }
+    if (longest <= rule.small_stages * splits) split = longer;
+    if (split >= share_of_few) min_share = share_of_few;
+  }
+  // One split more, if the longest then takes one round in place of two.
+  const float splits = floorf(fast_quotient(longest, split)), more = splits + 1.0f;
+  const bool one_round = longest > round * splits && longest <= round * more;
+  return one_round && longest >= min_share * more ? stages_of_one(longest, more) : split;
+}
+
 // Splits of a query tile per stage of it. `kv_heads`: of the scheduler, in form kLines groups of
 // heads. `ctas`: of the grid. `stage_shift`: log2 of the tokens of a stage.
 template <bool kSmallBatches>
 VLLM_KERNELS_HOST_DEVICE inline float splits_per_stage(const SplitRule& rule,
                                                        const BatchStages& batch, int kv_heads,
                                                        uint32_t ctas, int stage_shift) {
-  const float all = static_cast<float>(batch.all) * kv_heads;
-  float split = fast_quotient(all, static_cast<float>(ctas));
-  int min_split_stages = rule.min_split_stages;
+  if (kSmallBatches && batch.longest <= rule.whole_stages) return 0.0f;
+  const float all = static_cast<float>(batch.all) * kv_heads,
+              share = fast_quotient(all, static_cast<float>(ctas));
+  float split;
   if (batch.query_tiles > rule.few_tiles) {
-    split *= rule.max_split_share;
-    min_split_stages = kMinSplitTokens >> stage_shift;
+    split = fmaxf(ceilf(share * rule.max_split_share),
+                  static_cast<float>(kMinSplitTokens >> stage_shift));
+  } else if (kSmallBatches) {
+    split = split_of_few_tiles(rule, batch, all, share);
+  } else {
+    split = fmaxf(ceilf(share), static_cast<float>(rule.min_split_stages));
   }
-  const auto min_split = static_cast<float>(min_split_stages);
-  split = fmaxf(ceilf(split), min_split);
-  if (kSmallBatches && batch.query_tiles <= rule.few_ctas) {
-    const float longest = batch.longest, few = rule.few_ctas;
-    const float longer = fmaxf(ceilf(fast_quotient(all, few)), min_split);
-    const float splits = fmaxf(floorf(fast_quotient(longest, longer)), 1.0f);
-    if (longest <= rule.small_stages * splits) split = longer;
-  }
-  float result = fast_quotient(1.0f, split);
-  if (kSmallBatches && batch.longest <= rule.whole_stages) result = 0.0f;
-  return result;
+  return fast_quotient(1.0f, split);
 }
 
 // Whether splits make more work tiles than CTAs, though query tiles are fewer. Some CTAs would then
@@ -78,17 +105,20 @@ VLLM_KERNELS_HOST_DEVICE inline bool takes_two_waves(const BatchStages& batch, u
   return work_tiles > ctas && batch.query_tiles <= ctas;
 }
 
-// Splits per stage for such a batch: longer splits make one wave, if its work tiles are short.
-VLLM_KERNELS_HOST_DEVICE inline float splits_per_stage_in_one_wave(const SplitRule& rule,
-                                                                   const BatchStages& batch,
-                                                                   int kv_heads, uint32_t ctas,
-                                                                   float splits_per_stage) {
-  // Rounding adds at most one work tile per query tile. So the other CTAs share all stages.
-  const float split = ceilf(fast_quotient(static_cast<float>(batch.all) * kv_heads,
-                                          static_cast<float>(ctas - batch.query_tiles)));
-  // The number of splits is rounded down.
-  const float longest = fminf(static_cast<float>(batch.longest), 2.0f * split - 1.0f);
-  return longest <= rule.one_wave_stages ? fast_quotient(1.0f, split) : splits_per_stage;
+// Makes splits longer for such a batch, until no CTA takes two work tiles. Returns false if one
+// gets too long. count() applies splits_per_stage: it returns the work tiles, and sets `is_long` if
+// one of them has more than one_wave_stages.
+template <typename Count>
+VLLM_KERNELS_HOST_DEVICE inline bool makes_one_wave(const SplitRule& rule, uint32_t ctas,
+                                                    float& splits_per_stage, const Count& count) {
+  if (splits_per_stage * rule.one_wave_stages < 1.0f) return false;  // they are too long already
+  bool is_long = false;
+  uint32_t work_tiles;
+  do {
+    splits_per_stage *= kLongerSplits;
+    work_tiles = count(is_long);
+  } while (!is_long && work_tiles > ctas);
+  return !is_long;
 }
 
 // Splits of a query tile of `stages` stages.
