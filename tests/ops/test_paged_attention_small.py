@@ -30,6 +30,7 @@ BATCHES = [
     [70, 90, 500],
     [50, 1000],
     [700] * 3,
+    [400] * 4,
     [200, 200, 200, 3000],
     [100, 400, 100, 400],
     [1, 1, 1, 1, 1, 1, 900],
@@ -62,6 +63,20 @@ def test_batches(device, stored, layout):
         wide[:, : case.block_tables.shape[1]] = case.block_tables
         case.block_tables = wide
         check(case)
+
+
+@pytest.mark.parametrize("seqs", [40, 100])
+@pytest.mark.parametrize("stored", ["bf16", "e4m3"])
+def test_many_sequences(device, stored, seqs):
+    """More sequences than a warp has lanes, and a few long ones: one wave of work tiles, or two."""
+    for step, longest in ((9, 1500), (3, 2000), (3, 4500)):
+        lens = [longest - i if i % step == 0 else 1 + i % 40 for i in range(seqs)]
+        check(
+            make_case(
+                device, torch.bfloat16, lens, heads=4, kv_heads=1, head_size=128,
+                block_size=16, stored=STORED[stored], layout="NHD",
+            )
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 256])
