@@ -149,7 +149,7 @@ TEST(SplitRule, RoundsOfPipelines) {
   // Two splits of 19 stages, or five of 44, would take two rounds.
   EXPECT_EQ(split(bf16, {300}).of, times(1, 3));
   EXPECT_EQ(split(bf16, {700}).of, times(1, 6));
-  EXPECT_EQ(split(bf16, {1400}).of, times(1, 8));  // nine of 88 do not fit
+  EXPECT_EQ(split(bf16, {1400}).of, times(1, 8));         // nine of 88 do not fit
   EXPECT_EQ(split(bf16, times(3, 300)).of, times(3, 2));  // three would not fit half of the SMs
   EXPECT_EQ(split(bf16, {200, 200, 200, 1000}).of[3], 8);
   EXPECT_EQ(split(e4m3, times(8, 400)).of, times(8, 1));  // two would need 128 of 132 CTAs
@@ -161,6 +161,26 @@ TEST(SplitRule, RoundsOfPipelines) {
   PagedAttentionParams concurrent = bf16;
   concurrent.concurrent = true;
   EXPECT_EQ(split(concurrent, {300}).of, times(1, 2));
+}
+
+// Each warp of a CTA has a pipeline, and wide heads have fewer.
+TEST(SplitRule, RoundsOfWideHeads) {
+  const Splits splits = split(nhd_call(kBf16, 256, 32), {300});
+  EXPECT_EQ(splits.rule.round_stages, splits.choice.warps);
+  EXPECT_LT(splits.choice.warps, 8);
+}
+
+// Two CTAs an SM have one wave of up to 64 stages, not 96. 32 sequences of 8 KV heads are 256 query
+// tiles, and there are 264 CTAs, 33 a head. So none of three long sequences can be split.
+TEST(SplitRule, OneWaveOfPairsIsShorter) {
+  const PagedAttentionParams e4m3 = nhd_call(kE4m3, 128, 32);
+  const auto longest = [&](int len) {
+    std::vector<int> lens = times(32, 10);
+    for (int i = 0; i < 3; ++i) lens[i] = len;
+    return split(e4m3, lens, 1, 8000);
+  };
+  EXPECT_EQ(longest(2048).work_tiles, 256);
+  EXPECT_GT(longest(2080).work_tiles, 264);
 }
 
 // Two CTAs an SM: a split has at least 512 tokens of 128 bytes.

@@ -2,12 +2,14 @@
 //
 // Up to few_tiles query tiles are split into about one work tile per CTA. These are as many as
 // CTAs, or half as many in form kLines. A small batch is split for half of the SMs (few_ctas), and
-// very short sequences are not split (whole_stages). A round is a stage for each pipeline. If one
-// round suffices, fewer CTAs take as long (round_stages). If there would be more work tiles than
-// CTAs, splits may be made longer (one_wave_stages). With more query tiles, equal shares gain
-// nothing: memory bandwidth is the limit, and a CTA's share of it grows when others are done. Then
-// only long query tiles are split. A split is at most a quarter of an SM's share, or half of it
-// with wgmma.
+// very short sequences are not split (whole_stages). A round is a stage for each pipeline, and more
+// rounds take longer (round_stages). If splits have one round, three quarters of the CTAs suffice.
+// If one split more saves a round, there is one more. If there would be more work tiles than CTAs,
+// splits may be made longer (one_wave_stages).
+//
+// With more query tiles, equal shares gain nothing: memory bandwidth is the limit, and a CTA's
+// share of it grows when others are done. Then only long query tiles are split. A split is at most
+// a quarter of an SM's share, or half of it with wgmma.
 //
 // The device applies the rule, because only it knows the sequence lengths. The C++ tests apply it
 // on the host. There divisions are exact, on the device within 2 ulp. So the number of splits may
@@ -27,14 +29,14 @@ namespace vllm_kernels::cuda {
 // What the host decides.
 struct SplitRule {
   uint32_t few_tiles = 0;    // up to so many query tiles are split into about one work tile per CTA
-  int min_split_stages = 0;  // the fewest stages of a split then; a shorter one is not worth a CTA
+  int min_split_stages = 0;  // of a split then, about; shorter ones are not worth a CTA
   int combine_share = 0;     // flag-in-data: stages fewer for the last split, which combines
   uint32_t few_ctas = 0;     // a small batch is split for so many CTAs
-  float small_stages = 0;    // it is small if the longest split then has up to so many stages
+  float small_stages = 0;    // it is small if its longest query tile has splits of up to so many
   uint32_t whole_stages = 0;  // if no sequence has more stages, none is split
   float max_split_share = 0;  // with more query tiles: largest split / a CTA's share
   int one_wave_stages = 0;    // up to so many stages of a work tile, no CTA takes a second one
-  float round_stages = 0;     // a stage for each pipeline, if launches overlap
+  float round_stages = 0;     // a stage for each pipeline; 0: launches do not overlap
 };
 
 // For a decode launch.
@@ -61,6 +63,7 @@ VLLM_KERNELS_HOST_DEVICE inline float split_of_few_tiles(const SplitRule& rule,
   float split = fmaxf(fmaxf(ceilf(share), fminf(round, share * kShareOfOneRound)), min_split);
   float min_share = share * kShareOfMoreSplits;
   if (batch.query_tiles <= rule.few_ctas) {
+    // For half of the SMs, if the longest query tile has short splits then, or one split more.
     const float share_of_few = fast_quotient(all, static_cast<float>(rule.few_ctas));
     float longer = fmaxf(ceilf(share_of_few), min_split);
     float splits = fmaxf(floorf(fast_quotient(longest, longer)), 1.0f);
@@ -69,7 +72,7 @@ VLLM_KERNELS_HOST_DEVICE inline float split_of_few_tiles(const SplitRule& rule,
       longer = stages_of_one(longest, splits);
     }
     if (longest <= rule.small_stages * splits) split = longer;
-    if (split >= share_of_few) min_share = share_of_few;
+    if (split >= share_of_few) min_share = share_of_few;  // do not leave half of the SMs
   }
   // One split more, if the longest then takes one round in place of two.
   const float splits = floorf(fast_quotient(longest, split)), more = splits + 1.0f;
@@ -105,13 +108,14 @@ VLLM_KERNELS_HOST_DEVICE inline bool takes_two_waves(const BatchStages& batch, u
   return work_tiles > ctas && batch.query_tiles <= ctas;
 }
 
-// Makes splits longer for such a batch, until no CTA takes two work tiles. Returns false if one
-// gets too long. count() applies splits_per_stage: it returns the work tiles, and sets `is_long` if
+// Makes splits longer for such a batch, until no CTA takes two work tiles. That ends, because there
+// are no more query tiles than CTAs. Returns false if a work tile gets too long. Then the caller
+// restores `splits_per_stage`. count() applies it: it returns the work tiles, and sets `is_long` if
 // one of them has more than one_wave_stages.
 template <typename Count>
 VLLM_KERNELS_HOST_DEVICE inline bool makes_one_wave(const SplitRule& rule, uint32_t ctas,
                                                     float& splits_per_stage, const Count& count) {
-  if (splits_per_stage * rule.one_wave_stages < 1.0f) return false;  // they are too long already
+  if (splits_per_stage * rule.one_wave_stages < 1.0f) return false;  // this saves passes
   bool is_long = false;
   uint32_t work_tiles;
   do {

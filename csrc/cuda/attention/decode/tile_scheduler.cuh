@@ -176,7 +176,7 @@ struct KeptIndices {
 };
 
 // kKept: max rounds of a batch whose indices a lane keeps in registers. kSmallBatches: whether
-// small batches are split for few_ctas.
+// small batches, rounds and one wave count (split_rule.h).
 template <int kKept, bool kSmallBatches>
 class TileScheduler {
  public:
