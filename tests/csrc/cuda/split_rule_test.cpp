@@ -132,7 +132,7 @@ TEST(SplitRule, ShortRaggedBatchesTakeOneWave) {
   EXPECT_EQ(split(bf16, lens).of, times(15, 1));
   lens[0] = lens[1] = lens[2] = 1537;
   EXPECT_GT(split(bf16, lens).work_tiles, 132);
-  // Splits of 627 stages in place of 323 would let tiles grow to 1250.
+  // Splits of 323 stages are too long already.
   lens = {40000, 20000, 20000, 5000, 100, 20, 20, 20};
   EXPECT_EQ(split(bf16, lens).of[1], 3);
   // More query tiles than CTAs: some CTAs have two anyway.

@@ -72,8 +72,8 @@ constexpr int kBytesOfSmallTile = 73728, kUnboundedDivisor = 2;
 // Decode with few query tiles. A round is a stage for each pipeline. Splits of one round get so
 // many shares of a CTA, as far as they keep to a round. Idle SMs start the next launch. (The same
 // page, e4m3: 3 x 640 6.8 to 6.5 us, 2 x 1200 6.7 to 6.6.) There is one split more if that saves a
-// round and a split still has so many shares. (bf16: 1 x 300 5.2 to 4.7, 200, 200, 200, 1000 6.7
-// to 6.1. e4m3, 8 x 400 with 1.03 shares: 6.3 to 7.8.)
+// round and a split still has so many shares. (bf16: 1 x 300 5.2 to 4.7, three of 200 and one
+// of 1000 6.7 to 6.0. e4m3, 8 x 400 with 1.03 shares: 6.3 to 7.8.)
 constexpr float kShareOfOneRound = 4.0f / 3, kShareOfMoreSplits = 1.1f;
 // Decode. If splits make more work tiles than CTAs, splits are made longer, so that no CTA has two.
 // A work tile may then have up to so many bytes of K, and fewer with two CTAs an SM. (The same
