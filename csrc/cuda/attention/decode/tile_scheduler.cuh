@@ -206,7 +206,7 @@ class TileScheduler {
     BatchStages batch = {};
     uint32_t work_tiles = 0;
 #pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass) {  // first sums, then work tiles
+    for (int pass = 0;; ++pass) {  // first sums, then work tiles
 #pragma unroll 1
       for (int round = 0; round < rounds; ++round) {
         load(p, shape, round, lane, pass == 0 && round == 0);
