@@ -52,12 +52,12 @@ Splits split(PagedAttentionParams p, const std::vector<int>& lens, int query_len
   const bool small_batches = !is_wgmma && !choice.multi_warp && choice.form != KvForm::kLines;
   float per_stage = small_batches ? splits_per_stage<true>(result.rule, batch, heads, ctas, shift)
                                   : splits_per_stage<false>(result.rule, batch, heads, ctas, shift);
-  const auto count = [&](bool& is_long) {
+  const auto count = [&](float max_stages, bool& is_long) {
     result.of.clear();
     result.work_tiles = 0;
     for (const int len : lens) {
       const int stages = (len + tokens - 1) / tokens, splits = splits_of(stages, per_stage);
-      is_long |= stages > splits * result.rule.one_wave_stages;
+      is_long |= stages > splits * max_stages;
       result.of.push_back(splits);
       result.work_tiles += splits * heads;
     }
@@ -65,11 +65,11 @@ Splits split(PagedAttentionParams p, const std::vector<int>& lens, int query_len
   };
   bool is_long = false;
   const float two_waves = per_stage;
-  if (small_batches && takes_two_waves(batch, count(is_long), ctas) &&
+  if (small_batches && takes_two_waves(batch, count(0, is_long), ctas) &&
       !makes_one_wave(result.rule, ctas, per_stage, count)) {
     per_stage = two_waves;
   }
-  count(is_long);
+  count(0, is_long);
   return result;
 }
 
@@ -86,7 +86,8 @@ TEST(SplitRule, SmallBatchesAreSplitForHalfOfTheSms) {
   EXPECT_EQ(split(e4m3, times(2, 1024)).work_tiles, 64);
   EXPECT_EQ(split(e4m3, times(4, 512)).work_tiles, 64);
   EXPECT_EQ(split(bf16, {2048}).work_tiles, 64);
-  // With a CTA for each SM the limit is lower, but not for one sequence in 16 bits.
+  EXPECT_EQ(split(bf16, times(4, 512)).work_tiles, 64);
+  // With a CTA for each SM the limit of 8 bits is lower.
   EXPECT_EQ(split(e4m3, {4096}).work_tiles, 64);
   EXPECT_EQ(split(e4m3, {4096}, 1, 100000).work_tiles, 128);
   EXPECT_EQ(split(e4m3, {2048}, 1, 100000).work_tiles, 64);
@@ -101,6 +102,18 @@ TEST(SplitRule, SmallBatchesAreSplitForHalfOfTheSms) {
   EXPECT_EQ(split(e4m3, {704, 288, 288, 288, 288, 64}).of[0], 3);
   // Three splits of 28 stages are too long, and four do not fit.
   EXPECT_EQ(split(e4m3, {896, 288, 288, 288, 288, 64}).of[0], 5);
+  // Two splits of 19 stages, two rounds each, fit half of the SMs. Three would not.
+  EXPECT_EQ(split(bf16, times(4, 300)).of, times(4, 2));
+}
+
+// Query tiles of up to 22 stages are not split, if half of the SMs then have about one each.
+TEST(SplitRule, SmallBatchesOfWholeTiles) {
+  const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32), e4m3 = nhd_call(kE4m3, 128, 32);
+  EXPECT_EQ(split(e4m3, times(6, 704)).of, times(6, 1));
+  EXPECT_EQ(split(e4m3, times(6, 705)).of, times(6, 2));
+  EXPECT_EQ(split(bf16, times(7, 352)).of, times(7, 1));
+  EXPECT_EQ(split(bf16, times(7, 353)).of, times(7, 2));
+  EXPECT_EQ(split(e4m3, {192, 160, 416, 416, 224, 320}).of, times(6, 1));
 }
 
 // If the splits would be too long, every SM has one.
@@ -109,8 +122,8 @@ TEST(SplitRule, LongerBatchesAreSplitForAllSms) {
   EXPECT_EQ(split(e4m3, {4609}).work_tiles, 128);
   EXPECT_EQ(split(e4m3, times(2, 2048)).work_tiles, 128);
   EXPECT_EQ(split(bf16, {8192}).work_tiles, 128);
-  EXPECT_EQ(split(bf16, times(4, 512)).work_tiles, 128);
-  EXPECT_EQ(split(bf16, times(4, 384)).work_tiles, 96);  // 128 tokens are the fewest
+  EXPECT_EQ(split(bf16, times(4, 640)).work_tiles, 128);
+  EXPECT_EQ(split(bf16, {640, 640, 400, 400}).of[0], 5);  // 128 tokens are the fewest
 }
 
 // 8 KV heads, so 132 CTAs have 16 work tiles of a head.
@@ -126,13 +139,18 @@ TEST(SplitRule, ShortRaggedBatchesTakeOneWave) {
   lens[0] = lens[1] = 500;
   EXPECT_EQ(split(bf16, lens).of[0], 3);
   EXPECT_EQ(split(e4m3, lens).of[0], 3);
-  // One CTA a head is left for three long sequences, so none is split. 96 stages are not too long.
+  // One CTA a head is left for three long sequences, so none is split. Splits of 17 stages may be
+  // 64 stages longer.
   lens = times(15, 20);
-  lens[0] = lens[1] = lens[2] = 1536;
+  lens[0] = lens[1] = lens[2] = 1296;
   EXPECT_EQ(split(bf16, lens).of, times(15, 1));
-  lens[0] = lens[1] = lens[2] = 1537;
+  lens[0] = lens[1] = lens[2] = 1297;
   EXPECT_GT(split(bf16, lens).work_tiles, 132);
-  // Splits of 323 stages are too long already.
+  // One long sequence beside very short ones has splits of 8 stages.
+  lens = times(16, 1);
+  lens[0] = 1500;
+  EXPECT_EQ(split(bf16, lens).of[0], 12);
+  // Three splits of one sequence do not fit, and fewer are more than 64 stages longer.
   lens = {40000, 20000, 20000, 5000, 100, 20, 20, 20};
   EXPECT_EQ(split(bf16, lens).of[1], 3);
   // More query tiles than CTAs: some CTAs have two anyway.
@@ -151,8 +169,9 @@ TEST(SplitRule, RoundsOfPipelines) {
   EXPECT_EQ(split(bf16, {700}).of, times(1, 6));
   EXPECT_EQ(split(bf16, {1400}).of, times(1, 8));         // nine of 88 do not fit
   EXPECT_EQ(split(bf16, times(3, 300)).of, times(3, 2));  // three would not fit half of the SMs
-  EXPECT_EQ(split(bf16, {200, 200, 200, 1000}).of[3], 8);
-  EXPECT_EQ(split(e4m3, times(8, 400)).of, times(8, 1));  // two would need 128 of 132 CTAs
+  EXPECT_EQ(split(e4m3, {200, 200, 200, 3000}).of[3], 12);
+  EXPECT_EQ(split(e4m3, {200, 200, 200, 3264}).of[3], 12);  // 13 have 1.05 shares of a CTA
+  EXPECT_EQ(split(e4m3, times(8, 400)).of, times(8, 1));    // two would need 128 of 132 CTAs
   // One split of 13 stages would be too long for half of the SMs.
   EXPECT_EQ(split(e4m3, times(4, 400)).of, times(4, 2));
   // Five splits of 20 stages would fill 120 CTAs, and four take one round, too.
@@ -170,8 +189,9 @@ TEST(SplitRule, RoundsOfWideHeads) {
   EXPECT_LT(splits.choice.warps, 8);
 }
 
-// Two CTAs an SM have one wave of up to 64 stages, not 96. 32 sequences of 8 KV heads are 256 query
-// tiles, and there are 264 CTAs, 33 a head. So none of three long sequences can be split.
+// With two CTAs an SM splits may be 48 stages longer, not 64. 32 sequences of 8 KV heads are 256
+// query tiles, and there are 264 CTAs, 33 a head. So none of three long sequences can be split.
+// Their splits have 6 stages before.
 TEST(SplitRule, OneWaveOfPairsIsShorter) {
   const PagedAttentionParams e4m3 = nhd_call(kE4m3, 128, 32);
   const auto longest = [&](int len) {
@@ -179,8 +199,8 @@ TEST(SplitRule, OneWaveOfPairsIsShorter) {
     for (int i = 0; i < 3; ++i) lens[i] = len;
     return split(e4m3, lens, 1, 8000);
   };
-  EXPECT_EQ(longest(2048).work_tiles, 256);
-  EXPECT_GT(longest(2080).work_tiles, 264);
+  EXPECT_EQ(longest(1728).work_tiles, 256);
+  EXPECT_GT(longest(1729).work_tiles, 264);
 }
 
 // Two CTAs an SM: a split has at least 512 tokens of 128 bytes.
@@ -285,6 +305,17 @@ TEST(SplitRule, LinesAreFewUpToHalfOfTheCtas) {
   EXPECT_EQ(split(lines, times(66, 8192)).of[0], 2);
   EXPECT_EQ(split(lines, times(67, 8192)).of[0], 7);
   EXPECT_EQ(split(lines, times(67, 2000)).of[0], 1);
+}
+
+// Rounding does not take a split away.
+TEST(SplitRule, StagesOfOne) {
+  for (int stages = 1; stages <= 2000; ++stages) {
+    for (int splits = 1; splits <= std::min(stages, 132); ++splits) {
+      const auto longest = static_cast<float>(stages);
+      const float split = stages_of_one(longest, static_cast<float>(splits));
+      ASSERT_EQ(splits_of(stages, 1.0f / split), splits) << stages;
+    }
+  }
 }
 
 // The splits of a query tile cover it, differ by one stage at most, and are not empty.

@@ -27,12 +27,12 @@ SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, 
     rule.min_split_stages = std::max(rule.min_split_stages, kMinSplitBytesOfPairs / stage_bytes);
   }
   if (choice.few_ctas == 0) return rule;
-  const bool is_one_of_16_bits = p.num_seqs == 1 && element == 2;
-  const int small_bytes =
-      is_one_of_16_bits ? kBytesOfSmallTile : kBytesOfSmallTile / kUnboundedDivisor;
   rule.few_ctas = choice.few_ctas;
   rule.round_stages = static_cast<float>(pipelines);
-  rule.small_stages = static_cast<float>(small_bytes) / static_cast<float>(stage_bytes);
+  rule.small_stages = static_cast<float>(kBytesOfSmallTile) /
+                      static_cast<float>(element == 1 ? 2 * stage_bytes : stage_bytes);
+  rule.small_whole_stages =
+      static_cast<float>(kBytesOfSmallWholeTile) / static_cast<float>(stage_bytes);
   rule.whole_stages = (element == 1 ? kValuesOfWholeTile8Bit : kValuesOfWholeTile) / stage_values;
   return rule;
 }

@@ -33,10 +33,11 @@ struct SplitRule {
   int combine_share = 0;     // flag-in-data: stages fewer for the last split, which combines
   uint32_t few_ctas = 0;     // a small batch is split for so many CTAs
   float small_stages = 0;    // it is small if its longest query tile has splits of up to so many
-  uint32_t whole_stages = 0;  // if no sequence has more stages, none is split
-  float max_split_share = 0;  // with more query tiles: largest split / a CTA's share
-  int one_wave_stages = 0;    // up to so many stages of a work tile, no CTA takes a second one
-  float round_stages = 0;     // a stage for each pipeline; 0: launches do not overlap
+  float small_whole_stages = 0;  // or if it then is not split and has up to so many
+  uint32_t whole_stages = 0;     // if no sequence has more stages, none is split
+  float max_split_share = 0;     // with more query tiles: largest split / a CTA's share
+  int one_wave_stages = 0;       // splits may be so many stages longer, if no CTA then takes two
+  float round_stages = 0;        // a stage for each pipeline; 0: launches do not overlap
 };
 
 // For a decode launch.
@@ -71,8 +72,10 @@ VLLM_KERNELS_HOST_DEVICE inline float split_of_few_tiles(const SplitRule& rule,
       splits += 1.0f;
       longer = stages_of_one(longest, splits);
     }
-    if (longest <= rule.small_stages * splits) split = longer;
-    if (split >= share_of_few) min_share = share_of_few;  // do not leave half of the SMs
+    const float small_stages = splits == 1.0f ? rule.small_whole_stages : rule.small_stages;
+    if (longest <= small_stages * splits) split = longer;
+    // Splits that fit half of the SMs do not get one more that does not.
+    if (longest >= share_of_few * floorf(fast_quotient(longest, split))) min_share = share_of_few;
   }
   // One split more, if the longest then takes one round in place of two.
   const float splits = floorf(fast_quotient(longest, split)), more = splits + 1.0f;
@@ -111,16 +114,16 @@ VLLM_KERNELS_HOST_DEVICE inline bool takes_two_waves(const BatchStages& batch, u
 // Makes splits longer for such a batch, until no CTA takes two work tiles. That ends, because there
 // are no more query tiles than CTAs. Returns false if a work tile gets too long. Then the caller
 // restores `splits_per_stage`. count() applies it: it returns the work tiles, and sets `is_long` if
-// one of them has more than one_wave_stages.
+// one of them has more than `max_stages`.
 template <typename Count>
 VLLM_KERNELS_HOST_DEVICE inline bool makes_one_wave(const SplitRule& rule, uint32_t ctas,
                                                     float& splits_per_stage, const Count& count) {
-  if (splits_per_stage * rule.one_wave_stages < 1.0f) return false;  // this saves passes
+  const float max_stages = rule.one_wave_stages + fast_quotient(1.0f, splits_per_stage);
   bool is_long = false;
   uint32_t work_tiles;
   do {
     splits_per_stage *= kLongerSplits;
-    work_tiles = count(is_long);
+    work_tiles = count(max_stages, is_long);
   } while (!is_long && work_tiles > ctas);
   return !is_long;
 }

@@ -365,12 +365,12 @@ class TileScheduler {
                                                 const WorkShape& shape, int lane) {
     const float splits_per_stage = splits_per_stage_;
     const uint32_t num_tiles = num_tiles_;
-    const auto count = [&](bool& is_long) {
+    const auto count = [&](float max_stages, bool& is_long) {
       num_tiles_ = 0;
 #pragma unroll 1
       for (int round = 0; round < rounds_of(p); ++round) {
         load(p, shape, round, lane, false);
-        is_long |= work_.stages > splits_of_lane() * shape.splits.one_wave_stages;
+        is_long |= work_.m_blocks > 0 && work_.stages > splits_of_lane() * max_stages;
         num_tiles_ += tiles_of_lane() * p.kv.num_kv_heads;
       }
       is_long = __any_sync(0xffffffffu, is_long);
