@@ -106,13 +106,14 @@ TEST(SplitRule, SmallBatchesAreSplitForHalfOfTheSms) {
   EXPECT_EQ(split(bf16, times(4, 300)).of, times(4, 2));
 }
 
-// Query tiles of up to 22 stages are not split, if half of the SMs then have about one each.
+// Longer query tiles stay whole too, if half of the SMs then have about one each: up to 576 tokens
+// in 8 bits, and 384 in 16 bits.
 TEST(SplitRule, SmallBatchesOfWholeTiles) {
   const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32), e4m3 = nhd_call(kE4m3, 128, 32);
-  EXPECT_EQ(split(e4m3, times(6, 704)).of, times(6, 1));
-  EXPECT_EQ(split(e4m3, times(6, 705)).of, times(6, 2));
-  EXPECT_EQ(split(bf16, times(7, 352)).of, times(7, 1));
-  EXPECT_EQ(split(bf16, times(7, 353)).of, times(7, 2));
+  EXPECT_EQ(split(e4m3, times(6, 576)).of, times(6, 1));
+  EXPECT_EQ(split(e4m3, times(6, 577)).of, times(6, 2));
+  EXPECT_EQ(split(bf16, times(7, 384)).of, times(7, 1));
+  EXPECT_EQ(split(bf16, times(7, 385)).of, times(7, 2));
   EXPECT_EQ(split(e4m3, {192, 160, 416, 416, 224, 320}).of, times(6, 1));
 }
 
@@ -189,9 +190,9 @@ TEST(SplitRule, RoundsOfWideHeads) {
   EXPECT_LT(splits.choice.warps, 8);
 }
 
-// With two CTAs an SM splits may be 48 stages longer, not 64. 32 sequences of 8 KV heads are 256
+// With two CTAs an SM splits may be 32 stages longer, not 64. 32 sequences of 8 KV heads are 256
 // query tiles, and there are 264 CTAs, 33 a head. So none of three long sequences can be split.
-// Their splits have 6 stages before.
+// Their splits have 5 stages before.
 TEST(SplitRule, OneWaveOfPairsIsShorter) {
   const PagedAttentionParams e4m3 = nhd_call(kE4m3, 128, 32);
   const auto longest = [&](int len) {
@@ -199,8 +200,8 @@ TEST(SplitRule, OneWaveOfPairsIsShorter) {
     for (int i = 0; i < 3; ++i) lens[i] = len;
     return split(e4m3, lens, 1, 8000);
   };
-  EXPECT_EQ(longest(1728).work_tiles, 256);
-  EXPECT_GT(longest(1729).work_tiles, 264);
+  EXPECT_EQ(longest(1184).work_tiles, 256);
+  EXPECT_GT(longest(1185).work_tiles, 264);
 }
 
 // Two CTAs an SM: a split has at least 512 tokens of 128 bytes.

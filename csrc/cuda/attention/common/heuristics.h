@@ -63,13 +63,16 @@ constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;
 
 // Decode. A small batch is split for half of the SMs. Then the CTAs of two launches fit side by
 // side, and the next one starts early. A batch is small if the longest query tile's splits then
-// have at most kBytesOfSmallTile bytes of K. In 8 bits and a grid with a CTA for each SM, the limit
-// is half of it. int4 counts as 8 bits. If the tile then is not split, it may have the second.
-// (decode/small_batches.md, heads of 128. 1 x 2048: bf16 7.7 to 6.4 us, e4m3 7.5 to 5.7. With a CTA
-// for each SM: 2 x 1024, e4m3, 32768 bytes, 7.0 to 6.0. 4 x 700, e4m3, 45056, 6.8 to 7.4. 4 x 500,
-// bf16, 65536, 7.3 to 6.6. 4 x 375, bf16, 49152, 6.2 to 6.5. Not split: 7 x 390, e4m3, 53248,
-// 7.2 to 6.3. 5 x 697, e4m3, 90112, 7.4 to 7.6. 8 x 345, bf16, 90112, 8.1 to 6.9.)
-constexpr int kBytesOfSmallTile = 73728, kBytesOfSmallWholeTile = 90112;
+// have at most kBytesOfSmallTile bytes of K. In a grid with a CTA for each SM, idle CTAs hold SMs.
+// There the limit is the second in 16 bits, but not for one sequence, and half of the first in 8
+// bits. int4 counts as 8 bits. (decode/small_batches.md, heads of 128. 1 x 2048: bf16 7.7 to 6.4
+// us, e4m3 7.5 to 5.7. With a CTA for each SM: 2 x 1024, e4m3, 32768 bytes, 7.0 to 6.0. 4 x 700,
+// e4m3, 45056, 6.8 to 7.4. 4 x 500, bf16, 65536, 7.3 to 6.6. 2 x 800, bf16, 69632, 6.3 to 6.7.)
+constexpr int kBytesOfSmallTile = 73728, kBytesOfSmallTileOfSeveral = 65536;
+// If it then is not split, the longest may be so many times kValuesOfWholeTile. (The same page:
+// e4m3, 7 x 390 tokens, 7.2 to 6.3 us; 6 x 790, 8.2 to 9.5. bf16, 8 x 345, 8.1 to 6.9; 6 x 393, 7.2
+// to 7.7.)
+constexpr float kSmallWholeTile = 1.5f;
 // Decode with few query tiles. A round is a stage for each pipeline. Splits of one round get so
 // many shares of a CTA, as far as they keep to a round. Idle SMs start the next launch. (The same
 // page, e4m3: 3 x 640 6.8 to 6.5 us, 2 x 1200 6.7 to 6.6.) There is one split more if that saves a
@@ -79,9 +82,9 @@ constexpr float kShareOfOneRound = 4.0f / 3, kShareOfMoreSplits = 1.1f;
 // Decode. If splits make more work tiles than CTAs, splits are made longer, so that no CTA has two.
 // A work tile may then have so many bytes of K more, and fewer with two CTAs an SM. (The same
 // page: bf16, 12 of 1 to 1000 tokens, 11.6 to 6.9 us. Without a limit: e4m3, one of 3000 and 15 of
-// 1, 12.9 to 16.7; bf16, 16 of 1 to 4000, 19.2 to 27.6. Two CTAs an SM, 262144 more: 14 of 1
-// to 8000, 25.5 to 29.4.)
-constexpr int kBytesOfOneWave = 262144, kBytesOfOneWaveOfPairs = 196608;
+// 1, 12.9 to 16.7; bf16, 16 of 1 to 4000, 19.2 to 27.6. Two CTAs an SM, 196608 more: 12 of 1
+// to 30000, 39.5 to 41.5.)
+constexpr int kBytesOfOneWave = 262144, kBytesOfOneWaveOfPairs = 131072;
 // One step of that search multiplies the splits per stage by this.
 constexpr float kLongerSplits = 0.8f;
 // Decode. If no sequence has more values of K in a KV head (tokens x head size), none is split.

@@ -29,10 +29,10 @@ SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, 
   if (choice.few_ctas == 0) return rule;
   rule.few_ctas = choice.few_ctas;
   rule.round_stages = static_cast<float>(pipelines);
-  rule.small_stages = static_cast<float>(kBytesOfSmallTile) /
-                      static_cast<float>(element == 1 ? 2 * stage_bytes : stage_bytes);
-  rule.small_whole_stages =
-      static_cast<float>(kBytesOfSmallWholeTile) / static_cast<float>(stage_bytes);
+  const int small_bytes = element == 1      ? kBytesOfSmallTile / 2
+                          : p.num_seqs == 1 ? kBytesOfSmallTile
+                                            : kBytesOfSmallTileOfSeveral;
+  rule.small_stages = static_cast<float>(small_bytes) / static_cast<float>(stage_bytes);
   rule.whole_stages = (element == 1 ? kValuesOfWholeTile8Bit : kValuesOfWholeTile) / stage_values;
   return rule;
 }

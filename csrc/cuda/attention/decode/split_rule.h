@@ -33,11 +33,10 @@ struct SplitRule {
   int combine_share = 0;     // flag-in-data: stages fewer for the last split, which combines
   uint32_t few_ctas = 0;     // a small batch is split for so many CTAs
   float small_stages = 0;    // it is small if its longest query tile has splits of up to so many
-  float small_whole_stages = 0;  // or if it then is not split and has up to so many
-  uint32_t whole_stages = 0;     // if no sequence has more stages, none is split
-  float max_split_share = 0;     // with more query tiles: largest split / a CTA's share
-  int one_wave_stages = 0;       // splits may be so many stages longer, if no CTA then takes two
-  float round_stages = 0;        // a stage for each pipeline; 0: launches do not overlap
+  uint32_t whole_stages = 0;  // if no sequence has more stages, none is split
+  float max_split_share = 0;  // with more query tiles: largest split / a CTA's share
+  int one_wave_stages = 0;    // splits may be so many stages longer, if no CTA then takes two
+  float round_stages = 0;     // a stage for each pipeline; 0: launches do not overlap
 };
 
 // For a decode launch.
@@ -72,8 +71,9 @@ VLLM_KERNELS_HOST_DEVICE inline float split_of_few_tiles(const SplitRule& rule,
       splits += 1.0f;
       longer = stages_of_one(longest, splits);
     }
-    const float small_stages = splits == 1.0f ? rule.small_whole_stages : rule.small_stages;
-    if (longest <= small_stages * splits) split = longer;
+    const bool is_small = splits == 1.0f ? longest <= rule.whole_stages * kSmallWholeTile
+                                         : longest <= rule.small_stages * splits;
+    if (is_small) split = longer;
     // Splits that fit half of the SMs do not get one more that does not.
     if (longest >= share_of_few * floorf(fast_quotient(longest, split))) min_share = share_of_few;
   }
