@@ -40,7 +40,7 @@ constexpr int kPrefillTileRows = 128;
 // than SMs. One copies while the other combines. (decode/tile_scheduling.md, ragged128_fp8: 157.9
 // to 144.8 us.) Heads up to 128 have them with more query tiles than half of the SMs, too. There
 // the bound on the lengths decides, in bytes of K in a KV head. Up to the first the grid has one an
-// SM, from the second on two. (decode/small_batches.md, heads of 128: 16 x 130 7.0 to 5.7 us, 16 x
+// SM, from the second on two. (decode/ragged_batches.md, heads of 128: 16 x 130 7.0 to 5.7 us, 16 x
 // 1000 13.2 to 13.0, 16 x 2000 20.0 to 21.0. Two: 9 x 8000 54 to 44. Heads of 256, 12 x 192: 7.3 to
 // 8.1.)
 constexpr int kBytesOfShortPairs = 131072, kBytesOfLongPairs = 524288;
@@ -67,11 +67,11 @@ constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;
 // There the limit is the second in 16 bits, but not for one sequence, and half of the first in 8
 // bits. int4 counts as 8 bits. (decode/small_batches.md, heads of 128. 1 x 2048: bf16 7.7 to 6.4
 // us, e4m3 7.5 to 5.7. With a CTA for each SM: 2 x 1024, e4m3, 32768 bytes, 7.0 to 6.0. 4 x 700,
-// e4m3, 45056, 6.8 to 7.4. 4 x 500, bf16, 65536, 7.3 to 6.6. 2 x 800, bf16, 69632, 6.3 to 6.7.)
+// e4m3, 45056, 6.8 to 7.4. 2 x 1000, bf16, 65536, 7.0 to 6.7. 2 x 800, bf16, 69632, 6.3 to 6.7.)
 constexpr int kBytesOfSmallTile = 73728, kBytesOfSmallTileOfSeveral = 65536;
-// If it then is not split, the longest may be so many times kValuesOfWholeTile. (The same page:
-// e4m3, 7 x 390 tokens, 7.2 to 6.3 us; 6 x 790, 8.2 to 9.5. bf16, 8 x 345, 8.1 to 6.9; 6 x 393, 7.2
-// to 7.7.)
+// If the longest query tile then is not split, it may have so many times kValuesOfWholeTile. (The
+// same page: e4m3, 7 x 390 tokens, 7.2 to 6.3 us; 6 x 793, 8.2 to 9.5. bf16, 8 x 345, 8.1 to 6.9;
+// 6 x 393, 7.2 to 7.7.)
 constexpr float kSmallWholeTile = 1.5f;
 // Decode with few query tiles. A round is a stage for each pipeline. Splits of one round get so
 // many shares of a CTA, as far as they keep to a round. Idle SMs start the next launch. (The same
@@ -80,10 +80,10 @@ constexpr float kSmallWholeTile = 1.5f;
 // of 1000 6.7 to 6.0. e4m3, 8 x 400 with 1.03 shares: 6.3 to 7.8.)
 constexpr float kShareOfOneRound = 4.0f / 3, kShareOfMoreSplits = 1.1f;
 // Decode. If splits make more work tiles than CTAs, splits are made longer, so that no CTA has two.
-// A work tile may then have so many bytes of K more, and fewer with two CTAs an SM. (The same
-// page: bf16, 12 of 1 to 1000 tokens, 11.6 to 6.9 us. Without a limit: e4m3, one of 3000 and 15 of
-// 1, 12.9 to 16.7; bf16, 16 of 1 to 4000, 19.2 to 27.6. Two CTAs an SM, 196608 more: 12 of 1
-// to 30000, 39.5 to 41.5.)
+// A work tile may then have so many bytes of K more, and fewer with two CTAs an SM.
+// (decode/ragged_batches.md: bf16, 12 of 1 to 1000 tokens, 11.6 to 6.9 us. Without a limit: e4m3,
+// one of 3000 and 15 of 1, 12.9 to 16.7; bf16, 16 of 1 to 4000, 19.2 to 27.6. Two CTAs an SM,
+// 196608 more: 12 of 1 to 30000, 39.5 to 41.5.)
 constexpr int kBytesOfOneWave = 262144, kBytesOfOneWaveOfPairs = 131072;
 // One step of that search multiplies the splits per stage by this.
 constexpr float kLongerSplits = 0.8f;
