@@ -91,7 +91,10 @@ TEST(SplitRule, SmallBatchesAreSplitForHalfOfTheSms) {
   EXPECT_EQ(split(e4m3, {4096}).work_tiles, 64);
   EXPECT_EQ(split(e4m3, {4096}, 1, 100000).work_tiles, 128);
   EXPECT_EQ(split(e4m3, {2048}, 1, 100000).work_tiles, 64);
-  EXPECT_EQ(split(bf16, {2048}, 1, 100000).work_tiles, 64);
+  EXPECT_EQ(split(e4m3, times(4, 576), 1, 100000).work_tiles, 64);
+  EXPECT_EQ(split(bf16, {2304}, 1, 100000).work_tiles, 64);
+  EXPECT_EQ(split(bf16, {2305}, 1, 100000).work_tiles, 128);
+  EXPECT_EQ(split(bf16, times(2, 800)).work_tiles, 64);
   // 72 query tiles are more than half of the SMs.
   std::vector<int> lens = times(9, 128);
   lens[2] = 1024;
@@ -104,10 +107,11 @@ TEST(SplitRule, SmallBatchesAreSplitForHalfOfTheSms) {
   EXPECT_EQ(split(e4m3, {896, 288, 288, 288, 288, 64}).of[0], 5);
   // Two splits of 19 stages, two rounds each, fit half of the SMs. Three would not.
   EXPECT_EQ(split(bf16, times(4, 300)).of, times(4, 2));
+  EXPECT_EQ(split(nhd_call(kE4m3, 256, 32), {304, 304, 304, 160}).of[0], 2);
 }
 
-// Longer query tiles stay whole too, if half of the SMs then have about one each: up to 576 tokens
-// in 8 bits, and 384 in 16 bits.
+// Query tiles of up to 576 tokens in 8 bits, or 384 in 16 bits, stay whole, too. Half of the SMs
+// must have about one each.
 TEST(SplitRule, SmallBatchesOfWholeTiles) {
   const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32), e4m3 = nhd_call(kE4m3, 128, 32);
   EXPECT_EQ(split(e4m3, times(6, 576)).of, times(6, 1));
@@ -124,7 +128,8 @@ TEST(SplitRule, LongerBatchesAreSplitForAllSms) {
   EXPECT_EQ(split(e4m3, times(2, 2048)).work_tiles, 128);
   EXPECT_EQ(split(bf16, {8192}).work_tiles, 128);
   EXPECT_EQ(split(bf16, times(4, 640)).work_tiles, 128);
-  EXPECT_EQ(split(bf16, {640, 640, 400, 400}).of[0], 5);  // 128 tokens are the fewest
+  EXPECT_EQ(split(bf16, {640, 640, 400, 400}).of[0], 5);
+  EXPECT_EQ(split(bf16, times(2, 1025)).work_tiles, 128);
 }
 
 // 8 KV heads, so 132 CTAs have 16 work tiles of a head.
@@ -151,9 +156,13 @@ TEST(SplitRule, ShortRaggedBatchesTakeOneWave) {
   lens = times(16, 1);
   lens[0] = 1500;
   EXPECT_EQ(split(bf16, lens).of[0], 12);
-  // Three splits of one sequence do not fit, and fewer are more than 64 stages longer.
+  // One step makes the splits of the first 94 stages longer than 323.
   lens = {40000, 20000, 20000, 5000, 100, 20, 20, 20};
   EXPECT_EQ(split(bf16, lens).of[1], 3);
+  // Long splits may be longer, too.
+  lens = times(8, 500);
+  lens[0] = 14540;
+  EXPECT_EQ(split(bf16, lens).of[0], 8);
   // More query tiles than CTAs: some CTAs have two anyway.
   lens = times(20, 20);
   lens[0] = 1100;

@@ -63,11 +63,11 @@ constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;
 
 // Decode. A small batch is split for half of the SMs. Then the CTAs of two launches fit side by
 // side, and the next one starts early. A batch is small if the longest query tile's splits then
-// have at most kBytesOfSmallTile bytes of K. In a grid with a CTA for each SM, idle CTAs hold SMs.
-// There the limit is the second in 16 bits, but not for one sequence, and half of the first in 8
-// bits. int4 counts as 8 bits. (decode/small_batches.md, heads of 128. 1 x 2048: bf16 7.7 to 6.4
-// us, e4m3 7.5 to 5.7. With a CTA for each SM: 2 x 1024, e4m3, 32768 bytes, 7.0 to 6.0. 4 x 700,
-// e4m3, 45056, 6.8 to 7.4. 2 x 1000, bf16, 65536, 7.0 to 6.7. 2 x 800, bf16, 69632, 6.3 to 6.7.)
+// have at most kBytesOfSmallTile bytes of K. Several sequences in 16 bits have the second limit,
+// and 8 bits have half of the first. int4 counts as 8 bits. (decode/small_batches.md, heads of 128.
+// 1 x 2048: bf16 7.7 to 6.4 us, e4m3 7.5 to 5.7. With a CTA for each SM: 2 x 1024, e4m3, 32768
+// bytes, 7.0 to 6.0. 4 x 700, e4m3, 45056, 6.8 to 7.4. 2 x 1000, bf16, 65536, 7.0 to 6.5. 2 x 800,
+// bf16, 69632, 6.1 to 6.7.)
 constexpr int kBytesOfSmallTile = 73728, kBytesOfSmallTileOfSeveral = 65536;
 // If the longest query tile then is not split, it may have so many times kValuesOfWholeTile. (The
 // same page: e4m3, 7 x 390 tokens, 7.2 to 6.3 us; 6 x 793, 8.2 to 9.5. bf16, 8 x 345, 8.1 to 6.9;
@@ -80,7 +80,8 @@ constexpr float kSmallWholeTile = 1.5f;
 // of 1000 6.7 to 6.0. e4m3, 8 x 400 with 1.03 shares: 6.3 to 7.8.)
 constexpr float kShareOfOneRound = 4.0f / 3, kShareOfMoreSplits = 1.1f;
 // Decode. If splits make more work tiles than CTAs, splits are made longer, so that no CTA has two.
-// A work tile may then have so many bytes of K more, and fewer with two CTAs an SM.
+// A work tile may then have so many bytes of K more than an average split before. With two CTAs an
+// SM it has the second limit.
 // (decode/ragged_batches.md: bf16, 12 of 1 to 1000 tokens, 11.6 to 6.9 us. Without a limit: e4m3,
 // one of 3000 and 15 of 1, 12.9 to 16.7; bf16, 16 of 1 to 4000, 19.2 to 27.6. Two CTAs an SM,
 // 196608 more: 12 of 1 to 30000, 39.5 to 41.5.)
@@ -88,8 +89,8 @@ constexpr int kBytesOfOneWave = 262144, kBytesOfOneWaveOfPairs = 131072;
 // One step of that search multiplies the splits per stage by this.
 constexpr float kLongerSplits = 0.8f;
 // Decode. If no sequence has more values of K in a KV head (tokens x head size), none is split.
-// (The same page, heads of 128. bf16: 1 x 256 5.0 to 4.3 us, 1 x 384 4.6 to 5.2. e4m3: 1 x 256 5.0
-// to 4.3, 1 x 512 5.0 to 5.4.)
+// (decode/small_batches.md, heads of 128. bf16: 1 x 256 5.0 to 4.3 us, 1 x 384 4.6 to 5.2. e4m3: 1
+// x 256 5.0 to 4.3, 1 x 512 5.0 to 5.4.)
 constexpr int kValuesOfWholeTile = 32768, kValuesOfWholeTile8Bit = 49152;
 
 // Min length of a work tile whose first pages are prefetched into L2, as a multiple of its

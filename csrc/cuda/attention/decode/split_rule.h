@@ -33,9 +33,9 @@ struct SplitRule {
   int combine_share = 0;     // flag-in-data: stages fewer for the last split, which combines
   uint32_t few_ctas = 0;     // a small batch is split for so many CTAs
   float small_stages = 0;    // it is small if its longest query tile has splits of up to so many
-  uint32_t whole_stages = 0;  // if no sequence has more stages, none is split
+  uint32_t whole_stages = 0;  // if no sequence has more, none is split; see also kSmallWholeTile
   float max_split_share = 0;  // with more query tiles: largest split / a CTA's share
-  int one_wave_stages = 0;    // splits may be so many stages longer, if no CTA then takes two
+  int one_wave_stages = 0;    // so many more than an average split may make one wave of tiles
   float round_stages = 0;     // a stage for each pipeline; 0: launches do not overlap
 };
 
@@ -45,7 +45,7 @@ SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, 
 // What the device knows of a batch.
 struct BatchStages {
   uint32_t all;          // of the query tiles of one KV head
-  uint32_t longest;      // of a query tile
+  uint32_t longest;      // of a sequence, also of one without query tokens
   uint32_t query_tiles;  // of all KV heads
 };
 
@@ -63,7 +63,8 @@ VLLM_KERNELS_HOST_DEVICE inline float split_of_few_tiles(const SplitRule& rule,
   float split = fmaxf(fmaxf(ceilf(share), fminf(round, share * kShareOfOneRound)), min_split);
   float min_share = share * kShareOfMoreSplits;
   if (batch.query_tiles <= rule.few_ctas) {
-    // For half of the SMs, if the longest query tile has short splits then, or one split more.
+    // For half of the SMs, if the longest query tile has short splits then, or one split more. If
+    // it then is not split, it has a limit of its own.
     const float share_of_few = fast_quotient(all, static_cast<float>(rule.few_ctas));
     float longer = fmaxf(ceilf(share_of_few), min_split);
     float splits = fmaxf(floorf(fast_quotient(longest, longer)), 1.0f);
