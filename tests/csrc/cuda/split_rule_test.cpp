@@ -92,9 +92,11 @@ TEST(SplitRule, SmallBatchesAreSplitForHalfOfTheSms) {
   EXPECT_EQ(split(e4m3, {4096}, 1, 100000).work_tiles, 128);
   EXPECT_EQ(split(e4m3, {2048}, 1, 100000).work_tiles, 64);
   EXPECT_EQ(split(e4m3, times(4, 576), 1, 100000).work_tiles, 64);
+  EXPECT_EQ(split(bf16, {2048}, 1, 100000).work_tiles, 64);
   EXPECT_EQ(split(bf16, {2304}, 1, 100000).work_tiles, 64);
   EXPECT_EQ(split(bf16, {2305}, 1, 100000).work_tiles, 128);
   EXPECT_EQ(split(bf16, times(2, 800)).work_tiles, 64);
+  EXPECT_EQ(split(bf16, times(4, 384)).work_tiles, 64);
   // 72 query tiles are more than half of the SMs.
   std::vector<int> lens = times(9, 128);
   lens[2] = 1024;
@@ -177,8 +179,9 @@ TEST(SplitRule, RoundsOfPipelines) {
   // Two splits of 19 stages, or five of 44, would take two rounds.
   EXPECT_EQ(split(bf16, {300}).of, times(1, 3));
   EXPECT_EQ(split(bf16, {700}).of, times(1, 6));
-  EXPECT_EQ(split(bf16, {1400}).of, times(1, 8));         // nine of 88 do not fit
-  EXPECT_EQ(split(bf16, times(3, 300)).of, times(3, 2));  // three would not fit half of the SMs
+  EXPECT_EQ(split(bf16, {1400}).of, times(1, 8));          // nine of 88 do not fit
+  EXPECT_EQ(split(bf16, times(3, 300)).of, times(3, 2));   // three would not fit half of the SMs
+  EXPECT_EQ(split(bf16, {200, 200, 200, 1000}).of[3], 4);  // for half of the SMs, two rounds
   EXPECT_EQ(split(e4m3, {200, 200, 200, 3000}).of[3], 12);
   EXPECT_EQ(split(e4m3, {200, 200, 200, 3264}).of[3], 12);  // 13 have 1.05 shares of a CTA
   EXPECT_EQ(split(e4m3, times(8, 400)).of, times(8, 1));    // two would need 128 of 132 CTAs

@@ -81,10 +81,9 @@ constexpr float kSmallWholeTile = 1.5f;
 constexpr float kShareOfOneRound = 4.0f / 3, kShareOfMoreSplits = 1.1f;
 // Decode. If splits make more work tiles than CTAs, splits are made longer, so that no CTA has two.
 // A work tile may then have so many bytes of K more than an average split before. With two CTAs an
-// SM it has the second limit.
-// (decode/ragged_batches.md: bf16, 12 of 1 to 1000 tokens, 11.6 to 6.9 us. Without a limit: e4m3,
-// one of 3000 and 15 of 1, 12.9 to 16.7; bf16, 16 of 1 to 4000, 19.2 to 27.6. Two CTAs an SM,
-// 196608 more: 12 of 1 to 30000, 39.5 to 41.5.)
+// SM it has the second limit. (decode/ragged_batches.md: bf16, 12 of 1 to 1000 tokens, 11.6 to 6.9
+// us. Without a limit: e4m3, one of 3000 and 15 of 1, 12.9 to 16.7; bf16, 16 of 1 to 4000, 19.2 to
+// 27.6. Two CTAs an SM, 196608 more: 12 of 1 to 30000, 39.5 to 41.5.)
 constexpr int kBytesOfOneWave = 262144, kBytesOfOneWaveOfPairs = 131072;
 // One step of that search multiplies the splits per stage by this.
 constexpr float kLongerSplits = 0.8f;
