@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from paged_attention_cases import check, make_case, with_token_scales, with_token_zeros
@@ -86,6 +88,15 @@ def test_beside_a_prompt(device, stored):
     """Decode runs beside prefill, and some sequences have no query tokens."""
     lens, queries = [1000, 900, 800, *[20] * 8, 700, 300], [*[1] * 7, 0, *[1] * 3, 0, 200]
     check(make(device, stored, lens, "NHD", queries=queries))
+
+
+@pytest.mark.parametrize("others", [[256], [300], [1500, *[100] * 14]])
+def test_length_without_query_tokens(device, others):
+    """A sequence without query tokens does not change how the others are split."""
+    queries = [*[1] * len(others), 0]
+    case = make(device, "bf16", [*others, 30000], "NHD", queries=queries)
+    shorter = replace(case, seq_lens=torch.tensor([*others, 1], device=device, dtype=torch.int32))
+    assert torch.equal(case.run(), shorter.run())
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 256])

@@ -60,9 +60,10 @@ struct SequenceWork {
   int first_query;  // row of the query tensor
   int query_len;
   int first_stage;  // earlier stages are outside of every query token's window
-  int stages;       // of each of its query tiles; at least 1, so that every output row is written
   int m_blocks;     // blocks of packed query rows; the sequence has num_kv_heads * m_blocks query
                     // tiles
+  int stages;       // of each query tile: at least 1, so that every output row is written; 0 without
+                    // query tokens
 };
 
 // A sequence's indices as they are in memory, unchecked.
@@ -111,10 +112,10 @@ __device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams
     begin = first_position(p, seq, work.seq_len, work.query_len) - p.sliding_window + 1;
     begin = p.stripe.any() ? min(p.stripe.count_before(begin), work.seq_len) : max(0, begin);
   }
+  work.m_blocks = (work.query_len * shape.group + shape.rows() - 1) >> shape.row_shift;
   work.first_stage = begin >> shape.stage_shift;
   const int end = (work.seq_len + shape.stage_tokens() - 1) >> shape.stage_shift;
-  work.stages = max(1, end - work.first_stage);
-  work.m_blocks = (work.query_len * shape.group + shape.rows() - 1) >> shape.row_shift;
+  work.stages = work.m_blocks > 0 ? max(1, end - work.first_stage) : 0;
   return work;
 }
 
@@ -298,8 +299,8 @@ class TileScheduler {
                             .first_query = of_owner(work_.first_query),
                             .query_len = of_owner(work_.query_len),
                             .first_stage = of_owner(work_.first_stage),
-                            .stages = of_owner(work_.stages),
-                            .m_blocks = of_owner(work_.m_blocks)};
+                            .m_blocks = of_owner(work_.m_blocks),
+                            .stages = of_owner(work_.stages)};
       const int local = static_cast<int>(index - before_) - of_owner(until - mine);
       int query_tile = local;
       work_tile.flag_in_data = shape.may_flag_in_data && num_tiles_ <= gridDim.x;
@@ -370,7 +371,7 @@ class TileScheduler {
 #pragma unroll 1
       for (int round = 0; round < rounds_of(p); ++round) {
         load(p, shape, round, lane, false);
-        is_long |= work_.m_blocks > 0 && work_.stages > splits_of_lane() * max_stages;
+        is_long |= work_.stages > splits_of_lane() * max_stages;
         num_tiles_ += tiles_of_lane() * p.kv.num_kv_heads;
       }
       is_long = __any_sync(0xffffffffu, is_long);
