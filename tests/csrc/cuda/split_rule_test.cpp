@@ -320,12 +320,12 @@ TEST(SplitRule, LinesAreFewUpToHalfOfTheCtas) {
   EXPECT_EQ(split(lines, times(67, 2000)).of[0], 1);
 }
 
-// Rounding does not take a part away.
-TEST(SplitRule, EqualPart) {
+// Rounding does not take one away.
+TEST(SplitRule, EqualShare) {
   for (int stages = 1; stages <= 2000; ++stages) {
     for (int splits = 1; splits <= std::min(stages, 132); ++splits) {
       const auto longest = static_cast<float>(stages);
-      const float split = equal_part(longest, static_cast<float>(splits));
+      const float split = equal_share(longest, static_cast<float>(splits));
       ASSERT_EQ(splits_of(stages, 1.0f / split), splits) << stages;
     }
   }

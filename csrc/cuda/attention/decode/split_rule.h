@@ -49,10 +49,10 @@ struct BatchStages {
   uint32_t query_tiles;  // of all KV heads
 };
 
-// Stages of each of `parts` equal parts. It is a bit less than the quotient, so that rounding does
-// not take a part away.
-VLLM_KERNELS_HOST_DEVICE inline float equal_part(float stages, float parts) {
-  return fast_quotient(0.9999f * stages, parts);
+// Stages of each of `shares` equal shares. It is a bit less than the quotient, so that rounding does
+// not take one away.
+VLLM_KERNELS_HOST_DEVICE inline float equal_share(float stages, float shares) {
+  return fast_quotient(0.9999f * stages, shares);
 }
 
 // Stages of a split with few query tiles. `all`: stages of the batch. `share`: of them, a CTA's.
@@ -65,12 +65,12 @@ VLLM_KERNELS_HOST_DEVICE inline float split_of_few_tiles(const SplitRule& rule,
   if (batch.query_tiles <= rule.few_ctas) {
     // For half of the SMs, if the longest query tile has short splits then, or one split more. If
     // it then is not split, it has a limit of its own.
-    const float share_of_few = equal_part(all, static_cast<float>(rule.few_ctas));
+    const float share_of_few = equal_share(all, static_cast<float>(rule.few_ctas));
     float longer = fmaxf(ceilf(share_of_few), min_split);
     float splits = fmaxf(floorf(fast_quotient(longest, longer)), 1.0f);
     if (longest > rule.small_stages * splits && longest >= share_of_few * (splits + 1.0f)) {
       splits += 1.0f;
-      longer = equal_part(longest, splits);
+      longer = equal_share(longest, splits);
     }
     const bool is_small = splits == 1.0f ? longest <= rule.whole_stages * kSmallWholeTile
                                          : longest <= rule.small_stages * splits;
@@ -81,7 +81,7 @@ VLLM_KERNELS_HOST_DEVICE inline float split_of_few_tiles(const SplitRule& rule,
   // One split more, if the longest then takes one round in place of two.
   const float splits = floorf(fast_quotient(longest, split)), more = splits + 1.0f;
   const bool one_round = longest > round * splits && longest <= round * more;
-  return one_round && longest >= min_share * more ? equal_part(longest, more) : split;
+  return one_round && longest >= min_share * more ? equal_share(longest, more) : split;
 }
 
 // Splits of a query tile per stage of it. `kv_heads`: of the scheduler, in form kLines groups of

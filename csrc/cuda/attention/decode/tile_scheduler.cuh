@@ -62,8 +62,8 @@ struct SequenceWork {
   int first_stage;  // earlier stages are outside of every query token's window
   int m_blocks;     // blocks of packed query rows; the sequence has num_kv_heads * m_blocks query
                     // tiles
-  int stages;       // of each query tile: at least 1, so that every output row is written; 0 without
-                    // query tokens
+  int stages;       // of a query tile; without query tokens 0, else at least 1, so that every
+                    // output row is written
 };
 
 // A sequence's indices as they are in memory, unchecked.
