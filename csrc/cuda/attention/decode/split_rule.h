@@ -49,8 +49,8 @@ struct BatchStages {
   uint32_t query_tiles;  // of all KV heads
 };
 
-// Stages of each of `shares` equal shares. It is a bit less than the quotient, so that rounding does
-// not take one away.
+// Stages of one of `shares` equal shares. It is a bit less than the quotient, so that rounding does
+// not take a share away.
 VLLM_KERNELS_HOST_DEVICE inline float equal_share(float stages, float shares) {
   return fast_quotient(0.9999f * stages, shares);
 }
