@@ -69,6 +69,19 @@ def test_batches(device, stored, layout):
         check(case)
 
 
+@pytest.mark.parametrize("heads", [32, 128])
+@pytest.mark.parametrize("stored", ["bf16", "e4m3", "scaled"])
+def test_waves_of_long_sequences(device, stored, heads):
+    """72 query tiles of 132 SMs: several waves of work tiles, of equal and unequal lengths."""
+    for first, step in ((8000, 0), (4100, 37), (4100, 900)) if device == "cuda" else ((600, 37),):
+        lens = [max(1, first - step * i) for i in range(9)]
+        case = make_case(
+            device, torch.bfloat16, lens, heads=heads, kv_heads=8, head_size=128, block_size=16,
+            stored=STORED[stored], layout="NHD",
+        )  # fmt: skip
+        check(with_token_scales(case) if stored == "scaled" else case)
+
+
 @pytest.mark.parametrize("seqs", [40, 100, 130])
 @pytest.mark.parametrize("stored", ["bf16", "e4m3"])
 def test_many_sequences(device, stored, seqs):

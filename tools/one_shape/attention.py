@@ -95,12 +95,14 @@ def lines_of_heads() -> None:
 
 
 def ragged_batches() -> None:
-    """paged_attention of one token a sequence: splits in one wave, CTAs of half an SM."""
+    """paged_attention of one token a sequence: one wave, several, and CTAs of half an SM."""
     page, heads = 16, 8
+    short, long = [500, 490] + [10] * 9, [4100] * 9
     for dtype in {*DTYPES} - {torch.float32}:
         for stored in (dtype, torch.float8_e4m3fn):
-            for head_size, columns in ((64, 32), (128, 32), (128, 300)):
-                lens = torch.tensor([500, 490] + [10] * 9, device=CUDA).int()
+            batches = ((64, 32, short), (128, 32, short), (128, 300, short), (128, 300, long))
+            for head_size, columns, seq_lens in batches:
+                lens = torch.tensor(seq_lens, device=CUDA).int()
                 tables = torch.randint(0, 60, (len(lens), columns), device=CUDA).int()
                 rows = torch.randn(2, 60, page, heads, head_size, device=CUDA).to(stored)
                 query = torch.randn(len(lens), 4 * heads, head_size, device=CUDA, dtype=dtype)

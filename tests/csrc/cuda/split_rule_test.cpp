@@ -63,11 +63,20 @@ Splits split(PagedAttentionParams p, const std::vector<int>& lens, int query_len
     }
     return static_cast<uint32_t>(result.work_tiles);
   };
+  const auto longest = [&] {
+    float stages = 0;
+    for (const int len : lens) {
+      const int all = (len + tokens - 1) / tokens;
+      stages = std::max(stages, static_cast<float>(all) / splits_of(all, per_stage));
+    }
+    return stages;
+  };
   bool is_long = false;
-  const float two_waves = per_stage;
-  if (small_batches && takes_two_waves(batch, count(0, is_long), ctas) &&
-      !makes_one_wave(result.rule, ctas, per_stage, count)) {
-    per_stage = two_waves;
+  const uint32_t tiles = count(0, is_long);
+  if (small_batches) {
+    change_waves<true>(result.rule, batch, heads, ctas, tiles, per_stage, count, longest);
+  } else {
+    change_waves<false>(result.rule, batch, heads, ctas, tiles, per_stage, count, longest);
   }
   count(0, is_long);
   return result;
@@ -171,6 +180,23 @@ TEST(SplitRule, ShortRaggedBatchesTakeOneWave) {
   EXPECT_EQ(split(bf16, lens).of[0], 1);
   lens[0] = 4200;
   EXPECT_EQ(split(bf16, lens).of[0], 4);
+}
+
+// 72 query tiles for 132 SMs: in one wave 60 SMs would have none.
+TEST(SplitRule, LongBatchesTakeWaves) {
+  const PagedAttentionParams bf16 = nhd_call(kBf16, 128, 32), e4m3 = nhd_call(kE4m3, 128, 32);
+  EXPECT_EQ(split(bf16, times(9, 8000)).of, times(9, 7));
+  EXPECT_EQ(split(bf16, times(9, 2000)).of, times(9, 3));
+  EXPECT_EQ(split(bf16, times(9, 1536)).of, times(9, 3));
+  EXPECT_EQ(split(bf16, times(9, 1500)).of, times(9, 1));  // a third is too short
+  EXPECT_EQ(split(bf16, times(6, 8000)).of, times(6, 8));
+  EXPECT_EQ(split(bf16, times(12, 8000)).of, times(12, 4));
+  EXPECT_EQ(split(bf16, times(12, 2000)).of, times(12, 1));
+  EXPECT_EQ(split(bf16, times(5, 8000)).of, times(5, 3));    // 120 work tiles in one wave
+  EXPECT_EQ(split(bf16, times(16, 8000)).of, times(16, 1));  // 128
+  EXPECT_EQ(split(e4m3, times(9, 4000)).of, times(9, 3));
+  EXPECT_EQ(split(e4m3, times(12, 4000)).of, times(12, 1));
+  EXPECT_EQ(split(e4m3, times(12, 8000)).of, times(12, 5));  // two CTAs an SM
 }
 
 // Eight pipelines take eight stages at a time: 128 tokens in bf16, 256 in e4m3.

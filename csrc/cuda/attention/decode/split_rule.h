@@ -5,7 +5,8 @@
 // very short sequences are not split (whole_stages). A round is a stage for each pipeline, and more
 // rounds take longer (round_stages). If splits have one round, three quarters of the CTAs suffice.
 // If one split more saves a round, there is one more. If there would be more work tiles than CTAs,
-// splits may be made longer (one_wave_stages).
+// splits may be made longer (one_wave_stages). If CTAs are left over, long splits may be made
+// shorter, for several waves of work tiles (splits_of_waves()).
 //
 // With more query tiles, equal shares gain nothing: memory bandwidth is the limit, and a CTA's
 // share of it grows when others are done. Then only long query tiles are split. A split is at most
@@ -37,6 +38,10 @@ struct SplitRule {
   float max_split_share = 0;  // with more query tiles: largest split / a CTA's share
   int one_wave_stages = 0;    // so many more than an average split may make one wave of tiles
   float round_stages = 0;     // a stage for each pipeline; 0: launches do not overlap
+  uint32_t min_wave_all =
+      0;  // from so many stages of a KV head several waves of work tiles may pay
+  float min_wave_stages = 0;  // of a split then
+  float wave_stages = 0;      // stages of a CTA in the time that a wave costs
 };
 
 // For a decode launch.
@@ -105,28 +110,63 @@ VLLM_KERNELS_HOST_DEVICE inline float splits_per_stage(const SplitRule& rule,
   return fast_quotient(1.0f, split);
 }
 
-// Whether splits make more work tiles than CTAs, though query tiles are fewer. Some CTAs would then
-// take two, one after the other.
-VLLM_KERNELS_HOST_DEVICE inline bool takes_two_waves(const BatchStages& batch, uint32_t work_tiles,
-                                                     uint32_t ctas) {
-  return work_tiles > ctas && batch.query_tiles <= ctas;
+// One wave may leave CTAs idle: 72 query tiles that are not split need 72 of 132. With three splits
+// each they take two waves, whose work tiles have a third of the length. Returns more splits per
+// stage if that takes less time. The estimate is for equal lengths, and its unit is the longest
+// query tile. `longest`: stages of the longest work tile now.
+VLLM_KERNELS_HOST_DEVICE inline float splits_of_waves(const SplitRule& rule,
+                                                      const BatchStages& batch, int kv_heads,
+                                                      uint32_t ctas, float longest,
+                                                      float splits_per_stage) {
+  const float of_sequence = batch.longest, stage = fast_quotient(1.0f, of_sequence);
+  const float all = static_cast<float>(batch.all) * kv_heads * stage,
+              wave = rule.wave_stages * stage;
+  const float share = equal_share(all, static_cast<float>(ctas));
+  if (longest * stage <= share * kShareOfBandwidth) return splits_per_stage;
+  const bool is_ragged = all < kEqualLengths * batch.query_tiles;
+  float min_time = (longest * stage + wave) * (is_ragged ? kWorthRaggedWaves : kWorthWaves);
+  float more = fmaxf(floorf(of_sequence * splits_per_stage), 1.0f);
+  const float most = more + kMoreWaves;
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
+  while ((more += 1.0f) <= most && more * rule.min_wave_stages <= of_sequence) {
+    const float waves = ceilf(share * more);
+    const float time = fmaxf(fast_quotient(waves, more), share * kShareOfBandwidth) + waves * wave;
+    if (time < min_time) {
+      min_time = time;
+      splits_per_stage = more * stage * 1.0001f;  // a bit more, as in equal_share()
+    }
+  }
+  return splits_per_stage;
 }
 
-// Makes splits longer for such a batch, until no CTA takes two work tiles. That ends, because there
-// are no more query tiles than CTAs. Returns false if a work tile gets too long. Then the caller
-// restores `splits_per_stage`. count() applies it: it returns the work tiles, and sets `is_long` if
-// one of them has more than `max_stages`.
-template <typename Count>
-VLLM_KERNELS_HOST_DEVICE inline bool makes_one_wave(const SplitRule& rule, uint32_t ctas,
-                                                    float& splits_per_stage, const Count& count) {
-  const float max_stages = rule.one_wave_stages + fast_quotient(1.0f, splits_per_stage);
-  bool is_long = false;
-  uint32_t work_tiles;
-  do {
-    splits_per_stage *= kLongerSplits;
-    work_tiles = count(max_stages, is_long);
-  } while (!is_long && work_tiles > ctas);
-  return !is_long;
+// Changes the splits of a batch with few query tiles, if they make more or fewer work tiles than
+// CTAs. `splits_per_stage` made `work_tiles` of them. count() applies it: it returns the work
+// tiles, and sets `is_long` if one of them has more than `max_stages`. longest() returns the stages
+// of the longest one now.
+//
+// With more, some CTAs would take two, one after the other. Splits get longer, until no CTA takes
+// two. That ends, because there are no more query tiles than CTAs. It is given up if a work tile
+// gets too long. With fewer, there may be several waves if equal shares for all CTAs are long.
+template <bool kSmallBatches, typename Count, typename Longest>
+VLLM_KERNELS_HOST_DEVICE inline void change_waves(const SplitRule& rule, const BatchStages& batch,
+                                                  int kv_heads, uint32_t ctas, uint32_t work_tiles,
+                                                  float& splits_per_stage, const Count& count,
+                                                  const Longest& longest) {
+  const bool to_one = work_tiles > ctas;
+  if (to_one ? !kSmallBatches || batch.query_tiles > ctas : batch.all < rule.min_wave_all) return;
+  const float at_first = splits_per_stage,
+              max_stages = rule.one_wave_stages + fast_quotient(1.0f, at_first);
+  splits_per_stage = to_one ? at_first * kLongerSplits
+                            : splits_of_waves(rule, batch, kv_heads, ctas, longest(), at_first);
+  if (splits_per_stage == at_first) return;
+  for (;;) {
+    bool is_long = false;
+    const uint32_t tiles = count(max_stages, is_long);
+    if (!to_one || splits_per_stage == at_first || (!is_long && tiles <= ctas)) return;
+    splits_per_stage = is_long ? at_first : splits_per_stage * kLongerSplits;
+  }
 }
 
 // Splits of a query tile of `stages` stages.

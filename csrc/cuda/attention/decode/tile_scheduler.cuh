@@ -229,9 +229,13 @@ class TileScheduler {
                                                           gridDim.x, shape.stage_shift);
     }
     num_tiles_ = __reduce_add_sync(0xffffffffu, work_tiles);
-    if (kSmallBatches && fixed_split_stages_ == 0 &&
-        takes_two_waves(batch, num_tiles_, gridDim.x)) {
-      make_one_wave(p, shape, lane);
+    if (fixed_split_stages_ == 0) {
+      change_waves<kSmallBatches>(
+          shape.splits, batch, p.kv.num_kv_heads, gridDim.x, num_tiles_, splits_per_stage_,
+          [&](float max_stages, bool& is_long) {
+            return count_tiles(p, shape, lane, max_stages, is_long);
+          },
+          [&] { return longest_tile(); });
     }
     if (num_tiles_ > static_cast<uint32_t>(shape.slots)) {  // no room for partials: do not split
       // This may also drop fixed_split_size: check_fixed_split() cannot know of sequences whose
@@ -360,28 +364,26 @@ class TileScheduler {
       return divide(work_.stages + fixed_split_stages_ - 1, fixed_split_stages_);
     return splits_of(work_.stages, splits_per_stage_);
   }
-  // Makes splits longer, so that no CTA takes two work tiles, unless one gets too long. It is code
-  // of its own. As further passes of build() it delayed all other batches by up to 0.2 us.
-  __device__ __forceinline__ void make_one_wave(const PagedAttentionParams& p,
-                                                const WorkShape& shape, int lane) {
-    const float splits_per_stage = splits_per_stage_;
-    const uint32_t num_tiles = num_tiles_;
-    const auto count = [&](float max_stages, bool& is_long) {
-      num_tiles_ = 0;
+  // Sets num_tiles_ for other splits, and whether a work tile has more than `max_stages`. It is
+  // code of its own. As further passes of build() it delayed all other batches by up to 0.2 us.
+  __device__ __forceinline__ uint32_t count_tiles(const PagedAttentionParams& p,
+                                                  const WorkShape& shape, int lane,
+                                                  float max_stages, bool& is_long) {
+    num_tiles_ = 0;
 #pragma unroll 1
-      for (int round = 0; round < rounds_of(p); ++round) {
-        load(p, shape, round, lane, false);
-        is_long |= work_.stages > splits_of_lane() * max_stages;
-        num_tiles_ += tiles_of_lane() * p.kv.num_kv_heads;
-      }
-      is_long = __any_sync(0xffffffffu, is_long);
-      num_tiles_ = __reduce_add_sync(0xffffffffu, num_tiles_);
-      return num_tiles_;
-    };
-    if (!makes_one_wave(shape.splits, gridDim.x, splits_per_stage_, count)) {
-      splits_per_stage_ = splits_per_stage;
-      num_tiles_ = num_tiles;
+    for (int round = 0; round < rounds_of(p); ++round) {
+      load(p, shape, round, lane, false);
+      is_long |= work_.stages > splits_of_lane() * max_stages;
+      num_tiles_ += tiles_of_lane() * p.kv.num_kv_heads;
     }
+    is_long = __any_sync(0xffffffffu, is_long);
+    num_tiles_ = __reduce_add_sync(0xffffffffu, num_tiles_);
+    return num_tiles_;
+  }
+  // Stages of the longest work tile in the last round. (With more rounds that is a sample.)
+  __device__ __forceinline__ float longest_tile() const {
+    const float stages = fast_quotient(work_.stages, splits_of_lane());
+    return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(stages)));
   }
   // Work tiles of one KV head of this lane's sequence.
   __device__ __forceinline__ uint32_t tiles_of_lane() const {
