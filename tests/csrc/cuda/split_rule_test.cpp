@@ -73,10 +73,13 @@ Splits split(PagedAttentionParams p, const std::vector<int>& lens, int query_len
   };
   bool is_long = false;
   const uint32_t tiles = count(0, is_long);
+  const uint32_t min_stages = min_stages_of_waves(result.rule, heads, ctas);
   if (small_batches) {
-    change_waves<true>(result.rule, batch, heads, ctas, tiles, per_stage, count, longest);
+    change_waves<true>(result.rule, batch, heads, ctas, tiles, min_stages, per_stage, count,
+                       longest);
   } else {
-    change_waves<false>(result.rule, batch, heads, ctas, tiles, per_stage, count, longest);
+    change_waves<false>(result.rule, batch, heads, ctas, tiles, min_stages, per_stage, count,
+                        longest);
   }
   count(0, is_long);
   return result;

@@ -23,9 +23,6 @@ SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, 
   rule.one_wave_stages =
       (choice.ctas_per_sm > 1 ? kBytesOfOneWaveOfPairs : kBytesOfOneWave) / stage_bytes;
   rule.min_wave_stages = static_cast<float>(kMinBytesOfWave) / static_cast<float>(stage_bytes);
-  rule.min_wave_all =
-      static_cast<uint32_t>(rule.min_wave_stages * static_cast<float>(ctas) /
-                            static_cast<float>(p.kv.num_kv_heads / choice.kv_heads));
   const float wave_bytes = kBytesOfWave * (element == 1 ? 2.0f : 1.0f) * (is_wgmma ? 1.5f : 1.0f);
   rule.wave_stages = wave_bytes / static_cast<float>(stage_bytes * choice.ctas_per_sm);
   const bool has_spare_ctas = int64_t{p.num_seqs} * p.kv.num_kv_heads <= ctas / 2;

@@ -38,14 +38,20 @@ struct SplitRule {
   float max_split_share = 0;  // with more query tiles: largest split / a CTA's share
   int one_wave_stages = 0;    // so many more than an average split may make one wave of tiles
   float round_stages = 0;     // a stage for each pipeline; 0: launches do not overlap
-  uint32_t min_wave_all =
-      0;  // from so many stages of a KV head several waves of work tiles may pay
-  float min_wave_stages = 0;  // of a split then
+  // For several waves of work tiles. These two are rarely read, so they are at the end.
+  float min_wave_stages = 0;  // of a split
   float wave_stages = 0;      // stages of a CTA in the time that a wave costs
 };
 
 // For a decode launch.
 SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, int stage_shift);
+
+// From so many stages of a KV head several waves of work tiles may pay: equal shares for all CTAs
+// are long then. `kv_heads`: of the scheduler.
+inline uint16_t min_stages_of_waves(const SplitRule& rule, int kv_heads, uint32_t ctas) {
+  const uint32_t stages = static_cast<uint32_t>(rule.min_wave_stages) * ctas / kv_heads;
+  return static_cast<uint16_t>(std::clamp<uint32_t>(stages, 1, UINT16_MAX));
+}
 
 // What the device knows of a batch.
 struct BatchStages {
@@ -148,14 +154,15 @@ VLLM_KERNELS_HOST_DEVICE inline float splits_of_waves(const SplitRule& rule,
 //
 // With more, some CTAs would take two, one after the other. Splits get longer, until no CTA takes
 // two. That ends, because there are no more query tiles than CTAs. It is given up if a work tile
-// gets too long. With fewer, there may be several waves if equal shares for all CTAs are long.
+// gets too long. With fewer, there may be several waves from `min_stages` on, the result of
+// min_stages_of_waves().
 template <bool kSmallBatches, typename Count, typename Longest>
 VLLM_KERNELS_HOST_DEVICE inline void change_waves(const SplitRule& rule, const BatchStages& batch,
                                                   int kv_heads, uint32_t ctas, uint32_t work_tiles,
-                                                  float& splits_per_stage, const Count& count,
-                                                  const Longest& longest) {
+                                                  uint32_t min_stages, float& splits_per_stage,
+                                                  const Count& count, const Longest& longest) {
   const bool to_one = work_tiles > ctas;
-  if (to_one ? !kSmallBatches || batch.query_tiles > ctas : batch.all < rule.min_wave_all) return;
+  if (to_one ? !kSmallBatches || batch.query_tiles > ctas : batch.all < min_stages) return;
   const float at_first = splits_per_stage,
               max_stages = rule.one_wave_stages + fast_quotient(1.0f, at_first);
   splits_per_stage = to_one ? at_first * kLongerSplits

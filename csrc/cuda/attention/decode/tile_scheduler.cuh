@@ -22,6 +22,8 @@
 // Early reads: seq_lens and query_start_loc, if may_speculate() says so. validate() checks them
 // after the PDL wait.
 #pragma once
+#include <cstddef>
+
 #include "cuda/attention/common/divide.h"
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kernel_choice.h"
@@ -35,19 +37,23 @@
 
 namespace vllm_kernels::cuda {
 
+// The first 64 bytes are one line of the constant cache. All but the rarely read end of `splits`
+// fits: one line more makes short launches 0.1 us longer (docs/lab, decode/waves.md).
 struct WorkShape {
-  int group;        // query heads per KV head
-  int row_shift;    // log2 of the max query rows of an m_block
-  int stage_shift;  // log2 of the tokens of a stage
-  SplitRule splits;
+  int group;              // query heads per KV head
+  int row_shift;          // log2 of the max query rows of an m_block
+  int stage_shift;        // log2 of the tokens of a stage
   int slots;              // workspace slots for partials with semaphores
   bool may_flag_in_data;  // result of may_flag_in_data()
   bool has_tree_mask;
+  uint16_t min_stages_of_waves;  // result of min_stages_of_waves()
   FastDivisor group_divisor;
+  SplitRule splits;
 
   __device__ __forceinline__ int rows() const { return 1 << row_shift; }
   __device__ __forceinline__ int stage_tokens() const { return 1 << stage_shift; }
 };
+static_assert(offsetof(WorkShape, splits) + offsetof(SplitRule, min_wave_stages) == 64);
 
 // Stages of a split where the caller gives its tokens (PagedAttentionParams::fixed_split_size).
 __device__ __forceinline__ int fixed_split_stages(const PagedAttentionParams& p, int stage_shift) {
@@ -135,15 +141,19 @@ struct WorkTile {
 // The WorkShape of a decode launch. `padded`: head size of a partial's rows in the workspace.
 inline WorkShape work_shape(const PagedAttentionParams& p, const KernelChoice& choice,
                             int stage_shift, int padded) {
-  const int group = p.num_heads / p.kv.num_kv_heads, row_shift = choice.row_shift();
-  return {.group = group,
-          .row_shift = row_shift,
-          .stage_shift = stage_shift,
-          .splits = split_rule(p, choice, stage_shift),
-          .slots = workspace_slots(row_shift, padded),
-          .may_flag_in_data = may_flag_in_data(static_cast<int>(choice.grid.x), row_shift, padded),
-          .has_tree_mask = p.tree_mask.any(),
-          .group_divisor = FastDivisor(group)};
+  const int group = p.num_heads / p.kv.num_kv_heads, row_shift = choice.row_shift(),
+            ctas = static_cast<int>(choice.grid.x);
+  const SplitRule rule = split_rule(p, choice, stage_shift);
+  return {
+      .group = group,
+      .row_shift = row_shift,
+      .stage_shift = stage_shift,
+      .slots = workspace_slots(row_shift, padded),
+      .may_flag_in_data = may_flag_in_data(ctas, row_shift, padded),
+      .has_tree_mask = p.tree_mask.any(),
+      .min_stages_of_waves = min_stages_of_waves(rule, p.kv.num_kv_heads / choice.kv_heads, ctas),
+      .group_divisor = FastDivisor(group),
+      .splits = rule};
 }
 
 // The indices of a lane's sequences lane, lane + 32, ..., for batches of up to kKept rounds. With
@@ -231,7 +241,8 @@ class TileScheduler {
     num_tiles_ = __reduce_add_sync(0xffffffffu, work_tiles);
     if (fixed_split_stages_ == 0) {
       change_waves<kSmallBatches>(
-          shape.splits, batch, p.kv.num_kv_heads, gridDim.x, num_tiles_, splits_per_stage_,
+          shape.splits, batch, p.kv.num_kv_heads, gridDim.x, num_tiles_, shape.min_stages_of_waves,
+          splits_per_stage_,
           [&](float max_stages, bool& is_long) {
             return count_tiles(p, shape, lane, max_stages, is_long);
           },
