@@ -7,7 +7,8 @@ keeps the CUDA graphs of a row's candidates. The parent lets them replay one aft
 alternating order, so both see the same clocks. This resolves differences of 1%.
 
 Rows are those of the kit of peers (KIT: bench.py, prefill.py), of benchmarks/peers_ours.py and of
-benchmarks/bench_layer.py. The figure of a row is new / old, the ratio of the medians in us.
+benchmarks/bench_layer.py. Group `batches` has those of benchmarks/decode_batches.py. The figure of
+a row is new / old, the ratio of the medians in us.
 """
 
 from __future__ import annotations
@@ -47,6 +48,22 @@ def decode_rows(ours: dict) -> Iterator[tuple[str, Callable[[], Calls]]]:
         def prepare(name=name, spec=spec) -> Calls:
             work = bench.W(name, *spec)
             return {peer: (make(work), work.R) for peer, (_, make) in ours["DECODE"].items()}
+
+        yield name, prepare
+
+
+def batches_rows(ours: dict) -> Iterator[tuple[str, Callable[[], Calls]]]:
+    import bench
+
+    # An old tree may lack this file.
+    workloads = runpy.run_path(str(Path(__file__).with_name("decode_batches.py")))["workloads"]()
+    for name, spec in workloads.items():
+
+        def prepare(name=name, spec=spec) -> Calls:
+            work = bench.W(name, *spec)
+            return {
+                peer: (ours["DECODE"][peer][1](work), work.R) for peer in ("ours_pa", "ours_pa_nhd")
+            }
 
         yield name, prepare
 
@@ -238,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("old", help="a tree with its libraries")
     parser.add_argument("new", help="likewise")
-    parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--groups", default=",".join(GROUPS), help="also: batches")
     parser.add_argument("--rows", default="*", help="patterns of row names")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default=os.environ.get("OUT", "/tmp") + "/compare.json")
