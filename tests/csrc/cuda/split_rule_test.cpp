@@ -193,6 +193,11 @@ TEST(SplitRule, LongBatchesTakeWaves) {
   EXPECT_EQ(split(bf16, times(9, 1536)).of, times(9, 3));
   EXPECT_EQ(split(bf16, times(9, 1500)).of, times(9, 1));  // a third is too short
   EXPECT_EQ(split(bf16, times(6, 8000)).of, times(6, 8));
+  std::vector<int> lens = times(9, 2000);
+  lens[4] = 2001;  // a stage more
+  EXPECT_EQ(split(bf16, lens).of, times(9, 3));
+  for (int i = 0; i < 9; ++i) lens[i] = 8000 - 50 * i;
+  EXPECT_EQ(split(bf16, lens).of, times(9, 7));
   EXPECT_EQ(split(bf16, times(12, 8000)).of, times(12, 4));
   EXPECT_EQ(split(bf16, times(12, 2000)).of, times(12, 1));
   EXPECT_EQ(split(bf16, times(5, 8000)).of, times(5, 3));    // 120 work tiles in one wave

@@ -85,19 +85,21 @@ constexpr float kShareOfOneRound = 4.0f / 3, kShareOfMoreSplits = 1.1f;
 // us. Without a limit: e4m3, one of 3000 and 15 of 1, 12.9 to 16.7; bf16, 16 of 1 to 4000, 19.2 to
 // 27.6. Two CTAs an SM, 196608 more: 12 of 1 to 30000, 39.5 to 41.5.)
 constexpr int kBytesOfOneWave = 262144, kBytesOfOneWaveOfPairs = 131072;
-// Decode. Long query tiles that leave CTAs idle take several waves of work tiles. A wave costs as
-// much as so many bytes of K in 16 bits, twice as many in 8 bits, and 1.5 times that with wgmma. A
-// split has the second number of bytes of K at least. (decode/waves.md: bf16, 9 x 8000, 101 to 75
-// us; e4m3, 12 x 8000, 60 to 53. With 0.7 of the second number, bf16, 6 x 2000 took 1.15 times as
-// long.)
-constexpr int kBytesOfWave = 32768, kMinBytesOfWave = 131072;
-// Such waves take 1.05 equal shares of a CTA at least, since memory bandwidth is the limit. They
-// are taken if they save 5%, or 25% where lengths are less than 0.9 of the longest on average. The
-// search ends after 8 splits more. (With 5% for all, some unequal lengths took 1.15 times as long.)
-constexpr float kShareOfBandwidth = 1.05f, kWorthWaves = 0.95f, kWorthRaggedWaves = 0.75f,
-                kEqualLengths = 0.9f, kMoreWaves = 8.0f;
 // One step of that search multiplies the splits per stage by this.
 constexpr float kLongerSplits = 0.8f;
+// Decode. Long query tiles that leave CTAs idle take several waves of work tiles. A wave costs as
+// much as so many bytes of K in 16 bits. In 8 bits it costs twice as much, and with wgmma 1.5
+// times. A split has the second number of bytes of K at least. (decode/waves.md, on an H200: bf16,
+// 9 x 8000, 101 to 75 us; e4m3, 12 x 8000, 60 to 53. With 0.7 of the second number, bf16, 6 x 2000
+// took 1.15 times as long.)
+constexpr int kWaveCostBytes = 32768, kMinWaveSplitBytes = 131072;
+// Such waves take 1.05 equal shares of a CTA at least, since memory bandwidth is the limit. They
+// are taken if they save 5%, or 25% where lengths are less than 0.9 of the longest on average. The
+// search ends after 8 splits more. (With 5% for all, some uneven lengths took 1.15 times as long.)
+constexpr float kShareOfBandwidth = 1.05f, kWorthWaves = 0.95f, kWorthUnevenWaves = 0.75f,
+                kEqualLengths = 0.9f, kMoreSplitsOfWaves = 8.0f;
+// So a sequence of 0.81 of the longest one's length has three splits if that has three.
+constexpr float kSplitsRoundedUp = 0.7f;
 // Decode. If no sequence has more values of K in a KV head (tokens x head size), none is split.
 // (decode/small_batches.md, heads of 128. bf16: 1 x 256 5.0 to 4.3 us, 1 x 384 4.6 to 5.2. e4m3: 1
 // x 256 5.0 to 4.3, 1 x 512 5.0 to 5.4.)

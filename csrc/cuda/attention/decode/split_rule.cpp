@@ -22,9 +22,9 @@ SplitRule split_rule(const PagedAttentionParams& p, const KernelChoice& choice, 
             stage_bytes = stage_values * element;
   rule.one_wave_stages =
       (choice.ctas_per_sm > 1 ? kBytesOfOneWaveOfPairs : kBytesOfOneWave) / stage_bytes;
-  rule.min_wave_stages = static_cast<float>(kMinBytesOfWave) / static_cast<float>(stage_bytes);
-  const float wave_bytes = kBytesOfWave * (element == 1 ? 2.0f : 1.0f) * (is_wgmma ? 1.5f : 1.0f);
-  rule.wave_stages = wave_bytes / static_cast<float>(stage_bytes * choice.ctas_per_sm);
+  rule.min_wave_stages = static_cast<float>(kMinWaveSplitBytes) / static_cast<float>(stage_bytes);
+  const float cost_bytes = kWaveCostBytes * (element == 1 ? 2.0f : 1.0f) * (is_wgmma ? 1.5f : 1.0f);
+  rule.wave_stages = cost_bytes / static_cast<float>(stage_bytes * choice.ctas_per_sm);
   const bool has_spare_ctas = int64_t{p.num_seqs} * p.kv.num_kv_heads <= ctas / 2;
   if (choice.ctas_per_sm > 1 && has_spare_ctas) {
     rule.min_split_stages = std::max(rule.min_split_stages, kMinSplitBytesOfPairs / stage_bytes);

@@ -116,63 +116,80 @@ VLLM_KERNELS_HOST_DEVICE inline float splits_per_stage(const SplitRule& rule,
   return fast_quotient(1.0f, split);
 }
 
+// Splits and the work tiles that `waves` of them may make.
+struct Waves {
+  float splits_per_stage;
+  uint32_t max_work_tiles;
+};
+
 // One wave may leave CTAs idle: 72 query tiles that are not split need 72 of 132. With three splits
 // each they take two waves, whose work tiles have a third of the length. Returns more splits per
-// stage if that takes less time. The estimate is for equal lengths, and its unit is the longest
-// query tile. `longest`: stages of the longest work tile now.
-VLLM_KERNELS_HOST_DEVICE inline float splits_of_waves(const SplitRule& rule,
+// stage if that takes less time, else the same. The unit of time is a CTA's time for the longest
+// query tile. `longest_tile`: stages of the longest work tile now.
+VLLM_KERNELS_HOST_DEVICE inline Waves splits_of_waves(const SplitRule& rule,
                                                       const BatchStages& batch, int kv_heads,
-                                                      uint32_t ctas, float longest,
+                                                      uint32_t ctas, float longest_tile,
                                                       float splits_per_stage) {
-  const float of_sequence = batch.longest, stage = fast_quotient(1.0f, of_sequence);
+  const float longest = batch.longest, stage = fast_quotient(1.0f, longest);
   const float all = static_cast<float>(batch.all) * kv_heads * stage,
-              wave = rule.wave_stages * stage;
+              wave_cost = rule.wave_stages * stage;
   const float share = equal_share(all, static_cast<float>(ctas));
-  if (longest * stage <= share * kShareOfBandwidth) return splits_per_stage;
-  const bool is_ragged = all < kEqualLengths * batch.query_tiles;
-  float min_time = (longest * stage + wave) * (is_ragged ? kWorthRaggedWaves : kWorthWaves);
-  float more = fmaxf(floorf(of_sequence * splits_per_stage), 1.0f);
-  const float most = more + kMoreWaves;
+  Waves result = {.splits_per_stage = splits_per_stage, .max_work_tiles = 0};
+  if (longest_tile * stage <= share * kShareOfBandwidth) return result;
+  const bool is_even = all >= kEqualLengths * batch.query_tiles;
+  // Even lengths have equal numbers of splits. Uneven ones have about as many as their share.
+  const float waves_per_split =
+      is_even ? equal_share(batch.query_tiles, static_cast<float>(ctas)) : share;
+  float min_time = (longest_tile * stage + wave_cost) * (is_even ? kWorthWaves : kWorthUnevenWaves);
+  float splits = fmaxf(floorf(longest * splits_per_stage), 1.0f);
+  const float max_splits = splits + kMoreSplitsOfWaves;
 #if defined(__CUDA_ARCH__)
 #pragma unroll 1
 #endif
-  while ((more += 1.0f) <= most && more * rule.min_wave_stages <= of_sequence) {
-    const float waves = ceilf(share * more);
-    const float time = fmaxf(fast_quotient(waves, more), share * kShareOfBandwidth) + waves * wave;
+  while ((splits += 1.0f) <= max_splits && splits * rule.min_wave_stages <= longest) {
+    const float waves = ceilf(waves_per_split * splits);
+    const float time =
+        fmaxf(fast_quotient(waves, splits), share * kShareOfBandwidth) + waves * wave_cost;
     if (time < min_time) {
       min_time = time;
-      splits_per_stage = more * stage * 1.0001f;  // a bit more, as in equal_share()
+      // Sequences that are a bit shorter have as many splits.
+      result = {.splits_per_stage = (splits + kSplitsRoundedUp) * stage,
+                .max_work_tiles = static_cast<uint32_t>(waves) * ctas};
     }
   }
-  return splits_per_stage;
+  return result;
 }
 
 // Changes the splits of a batch with few query tiles, if they make more or fewer work tiles than
 // CTAs. `splits_per_stage` made `work_tiles` of them. count() applies it: it returns the work
-// tiles, and sets `is_long` if one of them has more than `max_stages`. longest() returns the stages
-// of the longest one now.
+// tiles, and sets `is_long` if one of them has more than `max_stages`. longest_tile() returns the
+// stages of the longest one now.
 //
 // With more, some CTAs would take two, one after the other. Splits get longer, until no CTA takes
 // two. That ends, because there are no more query tiles than CTAs. It is given up if a work tile
 // gets too long. With fewer, there may be several waves from `min_stages` on, the result of
-// min_stages_of_waves().
-template <bool kSmallBatches, typename Count, typename Longest>
+// min_stages_of_waves(). They are given up if there are more work tiles than expected.
+template <bool kSmallBatches, typename Count, typename LongestTile>
 VLLM_KERNELS_HOST_DEVICE inline void change_waves(const SplitRule& rule, const BatchStages& batch,
                                                   int kv_heads, uint32_t ctas, uint32_t work_tiles,
                                                   uint32_t min_stages, float& splits_per_stage,
-                                                  const Count& count, const Longest& longest) {
+                                                  const Count& count,
+                                                  const LongestTile& longest_tile) {
   const bool to_one = work_tiles > ctas;
   if (to_one ? !kSmallBatches || batch.query_tiles > ctas : batch.all < min_stages) return;
-  const float at_first = splits_per_stage,
-              max_stages = rule.one_wave_stages + fast_quotient(1.0f, at_first);
-  splits_per_stage = to_one ? at_first * kLongerSplits
-                            : splits_of_waves(rule, batch, kv_heads, ctas, longest(), at_first);
+  const float at_first = splits_per_stage;
+  const float max_stages = to_one ? rule.one_wave_stages + fast_quotient(1.0f, at_first)
+                                  : static_cast<float>(batch.longest);
+  const Waves next =
+      to_one ? Waves{.splits_per_stage = at_first * kLongerSplits, .max_work_tiles = ctas}
+             : splits_of_waves(rule, batch, kv_heads, ctas, longest_tile(), at_first);
+  splits_per_stage = next.splits_per_stage;
   if (splits_per_stage == at_first) return;
   for (;;) {
     bool is_long = false;
-    const uint32_t tiles = count(max_stages, is_long);
-    if (!to_one || splits_per_stage == at_first || (!is_long && tiles <= ctas)) return;
-    splits_per_stage = is_long ? at_first : splits_per_stage * kLongerSplits;
+    const bool is_enough = count(max_stages, is_long) <= next.max_work_tiles && !is_long;
+    if (is_enough || splits_per_stage == at_first) return;
+    splits_per_stage = to_one && !is_long ? splits_per_stage * kLongerSplits : at_first;
   }
 }
 

@@ -54,6 +54,8 @@ struct WorkShape {
   __device__ __forceinline__ int stage_tokens() const { return 1 << stage_shift; }
 };
 static_assert(offsetof(WorkShape, splits) + offsetof(SplitRule, min_wave_stages) == 64);
+// It begins a line: on sm_90 a kernel's parameters are at 0x210, and these come before.
+static_assert((0x210 + sizeof(PagedAttentionParams)) % 64 == 0);
 
 // Stages of a split where the caller gives its tokens (PagedAttentionParams::fixed_split_size).
 __device__ __forceinline__ int fixed_split_stages(const PagedAttentionParams& p, int stage_shift) {
