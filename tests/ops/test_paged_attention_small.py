@@ -73,13 +73,27 @@ def test_batches(device, stored, layout):
 @pytest.mark.parametrize("stored", ["bf16", "e4m3", "scaled"])
 def test_waves_of_long_sequences(device, stored, heads):
     """72 query tiles of 132 SMs: several waves of work tiles, of equal and unequal lengths."""
-    for first, step in ((8000, 0), (4100, 37), (4100, 900)) if device == "cuda" else ((600, 37),):
+    cuda_lens = ((8000, 0), (4100, 1), (4100, 37), (4100, 900))
+    for first, step in cuda_lens if device == "cuda" else ((600, 37),):
         lens = [max(1, first - step * i) for i in range(9)]
         case = make_case(
             device, torch.bfloat16, lens, heads=heads, kv_heads=8, head_size=128, block_size=16,
             stored=STORED[stored], layout="NHD",
         )  # fmt: skip
         check(with_token_scales(case) if stored == "scaled" else case)
+
+
+@pytest.mark.parametrize("queries, window", [(1, 0), (2, 0), (1, 3000)])
+def test_waves_of_many_sequences(device, queries, window):
+    """More sequences than a warp has lanes, several query tokens, and a sliding window."""
+    lens = [4100 - i % 20 for i in range(70)] if device == "cuda" else [300, 290] * 17
+    case = make_case(
+        device, torch.bfloat16, lens, heads=4, kv_heads=1, head_size=128, block_size=16,
+        layout="NHD", queries=[queries] * len(lens),
+    )  # fmt: skip
+    case = case.with_options(sliding_window=window) if window else case
+    check(case)
+    assert torch.equal(case.run(), case.run())
 
 
 @pytest.mark.parametrize("seqs", [40, 100, 130])
