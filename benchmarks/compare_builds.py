@@ -40,32 +40,31 @@ Calls = dict[str, tuple[Callable[[int], object], int]]  # name: (call(copy), cop
 # --- the process of one build
 
 
-def decode_rows(ours: dict) -> Iterator[tuple[str, Callable[[], Calls]]]:
+def bench_rows(workloads: dict, makers: dict) -> Iterator[tuple[str, Callable[[], Calls]]]:
+    """Rows of the kit's bench.py. `workloads`: as its WL. `makers`: of peers_ours.py's DECODE."""
     import bench
 
-    for name, spec in bench.WL.items():
-
-        def prepare(name=name, spec=spec) -> Calls:
-            work = bench.W(name, *spec)
-            return {peer: (make(work), work.R) for peer, (_, make) in ours["DECODE"].items()}
-
-        yield name, prepare
-
-
-def batches_rows(ours: dict) -> Iterator[tuple[str, Callable[[], Calls]]]:
-    import bench
-
-    # An old tree may lack this file.
-    workloads = runpy.run_path(str(Path(__file__).with_name("decode_batches.py")))["workloads"]()
     for name, spec in workloads.items():
 
         def prepare(name=name, spec=spec) -> Calls:
             work = bench.W(name, *spec)
-            return {
-                peer: (ours["DECODE"][peer][1](work), work.R) for peer in ("ours_pa", "ours_pa_nhd")
-            }
+            return {peer: (make(work), work.R) for peer, (_, make) in makers.items()}
 
         yield name, prepare
+
+
+def decode_rows(ours: dict) -> Iterator[tuple[str, Callable[[], Calls]]]:
+    import bench
+
+    return bench_rows(bench.WL, ours["DECODE"])
+
+
+def batches_rows(ours: dict) -> Iterator[tuple[str, Callable[[], Calls]]]:
+    # An old tree may lack this file.
+    workloads = runpy.run_path(str(Path(__file__).with_name("decode_batches.py")))["workloads"]()
+    return bench_rows(
+        workloads, {peer: ours["DECODE"][peer] for peer in ("ours_pa", "ours_pa_nhd")}
+    )
 
 
 def prefill_rows(ours: dict) -> Iterator[tuple[str, Callable[[], Calls]]]:
